@@ -60,6 +60,8 @@ class ExportResult(Config):
     policy_digest: Digest
     size_bytes: int
     quantization: str
+    weights_key: str = ""
+    """The unquantised Hugging Face weights it was made from (round 0 publishes the base model's)."""
 
 
 class AgreementFigures(Config):

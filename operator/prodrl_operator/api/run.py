@@ -1,0 +1,471 @@
+"""ProdRLRun: what a user writes, and the status the operator writes. The source of ``crds/prodrlruns.yaml``.
+
+Defaults live here and in the CRD alike; the operator never writes ``spec``. Cross-field rules are CEL, declared in
+``crd.py`` next to the schema they belong to, so that an API server refuses what this module would refuse.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from prodrl_operator.api.model import (
+    Api,
+    Condition,
+    DecimalString,
+    LocalRef,
+    Message,
+    Name,
+    Status,
+    Text,
+    Timestamp,
+    Word,
+)
+
+Uri = Annotated[str, StringConstraints(pattern=r"^(file:///|s3://|pvc://|hf://).+", max_length=1024)]
+Resources = Annotated[dict[str, dict[str, str]], Field(max_length=4)]
+Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
+
+
+class Rounds(Api):
+    """How many rounds, and how large."""
+
+    max: Annotated[int, Field(ge=1, le=100_000)] = 50
+    """The run is Completed after this many training rounds."""
+    steps: Annotated[int, Field(ge=1, le=10_000)] = 16
+    """S: optimizer steps of a round."""
+    batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 64
+    """B: trajectories of one optimizer step."""
+    max_consecutive_blocked: Annotated[int, Field(ge=1, le=1000)] = 3
+    """The run is Stalled after so many blocked rounds in a row, whatever ``onBlocked`` says."""
+    history_limit: Annotated[int, Field(ge=1, le=1000)] = 20
+    """Finished ProdRLRound objects that are kept."""
+
+
+class Model(Api):
+    """The base model. Immutable."""
+
+    uri: Uri
+    """Hugging Face folder: configuration, safetensors, tokenizer and chat template."""
+    served_name: Annotated[str, StringConstraints(min_length=1, max_length=253)]
+    """The model name that users send."""
+
+
+class Retention(Api):
+    """How many finished rounds keep their artifacts."""
+
+    promoted: Annotated[int, Field(ge=2, le=1000)] = 5
+    """Promoted rounds; stable and previous are never deleted."""
+    blocked: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Blocked rounds."""
+
+
+class Storage(Api):
+    """Where records, datasets, checkpoints and policies lie. ``uri`` is immutable."""
+
+    uri: Annotated[str, StringConstraints(pattern=r"^(file:///|s3://).+", max_length=1024)]
+    """``s3://bucket/prefix`` or, on one machine, ``file:///folder``."""
+    endpoint_url: Text | None = None
+    """S3 endpoint; absent: AWS."""
+    region: Word | None = None
+    """S3 region."""
+    secret_ref: LocalRef | None = None
+    """Secret with the keys ``accessKeyId`` and ``secretAccessKey``."""
+    retention: Retention = Retention()
+    """What is kept."""
+
+
+class PodSettings(Api):
+    """The small part of a pod template that every workload takes."""
+
+    image: Text | None = None
+    """Container image; absent: the operator's default for that workload."""
+    resources: Resources = Field(default_factory=dict)
+    """``requests`` and ``limits`` as in a container."""
+    node_selector: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
+    """As in a pod."""
+    tolerations: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
+    """As in a pod."""
+    env: Annotated[list[dict[str, Any]], Field(max_length=128)] = Field(default_factory=list)
+    """Further environment variables, as in a container."""
+    runtime_class_name: Word | None = None
+    """As in a pod."""
+    priority_class_name: Word | None = None
+    """As in a pod."""
+
+
+class Serving(PodSettings):
+    """The vLLM Deployments."""
+
+    replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Servers of the stable policy; a candidate gets as many."""
+    args: Annotated[list[Text], Field(max_length=128)] = Field(default_factory=list)
+    """Further engine arguments. All of them are part of the policy digest."""
+    start_deadline_seconds: Seconds = 1800
+    """A server that is not ready by then fails the round."""
+    surge: Literal["Surge", "Replace"] = "Surge"
+    """Replace: stable gives its hardware to the candidate (users wait); for clusters without a spare GPU."""
+    drain_seconds: Annotated[int, Field(ge=0, le=86_400)] = 60
+    """How long conversations of the replaced policy may go on."""
+
+
+class SamplingPolicy(Api):
+    """Sampling parameters that a request must have had to be trained on; absent: any."""
+
+    temperature: DecimalString | None = None
+    """Serving temperature."""
+    top_p: DecimalString | None = None
+    """Nucleus mass."""
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    """Tokens kept; 0: all."""
+
+
+class Recording(Api):
+    """What is recorded of every completion. Pinned per round."""
+
+    metadata: Literal["ScoreCentering", "SampledLogprob"] = "ScoreCentering"
+    """ScoreCentering records the top-K head of the sampling distribution too."""
+    top_logprobs: Annotated[int, Field(ge=0, le=512)] = 20
+    """K, the size of the head."""
+    reward_deadline_seconds: Seconds = 86_400
+    """A trajectory without a reward by then is expired, never scored 0."""
+    flush_seconds: Annotated[int, Field(ge=1, le=3600)] = 5
+    """Age at which a shard of records is closed."""
+    settle_seconds: Annotated[int, Field(ge=1, le=86_400)] = 30
+    """How long after its reward a trajectory may wait for records that are still missing."""
+    sampling_policy: SamplingPolicy = SamplingPolicy()
+    """What is trainable."""
+
+
+class Gateway(PodSettings):
+    """The durable endpoint that users talk to."""
+
+    replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Gateway pods."""
+    api_keys_secret_ref: LocalRef | None = None
+    """Secret with one key a customer; absent: no authentication (loopback only)."""
+
+
+class Correction(Api):
+    """Train-rollout mismatch correction."""
+
+    type: Literal["ScoreCentering", "ImportanceSampling", "ReferenceModel", "None"] = "ScoreCentering"
+    """Score centering; TIS + PPO-clip; the same with a denominator from a reference model; or nothing."""
+    weighting: Literal["None", "TIS", "MIS"] = "None"
+    """Weight composed with score centering."""
+    cap: DecimalString = "2.0"
+    """C: upper cap of truncated weights."""
+    clip_low: DecimalString = "0.2"
+    """PPO-clip, lower."""
+    clip_high: DecimalString = "0.2"
+    """PPO-clip, upper."""
+
+
+class Kl(Api):
+    """Reverse KL to the round-start trainer policy."""
+
+    coefficient: DecimalString = "0"
+    """beta; 0: off."""
+
+
+class Optimizer(Api):
+    """Adam, carried over rounds."""
+
+    learning_rate: DecimalString = "1e-6"
+    """Step size."""
+    beta1: DecimalString = "0.9"
+    """First moment."""
+    beta2: DecimalString = "0.95"
+    """Second moment."""
+    weight_decay: DecimalString = "0"
+    """Decoupled."""
+    max_grad_norm: DecimalString = "1.0"
+    """Global gradient clip."""
+    maximise: bool = True
+    """False descends the reward: a rehearsal of a harmful round, to see the gate block it."""
+
+
+class Training(PodSettings):
+    """The training Jobs."""
+
+    nodes: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Pods of the Indexed Job."""
+    processes_per_node: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks a pod."""
+    correction: Correction = Correction()
+    """Mismatch correction."""
+    kl: Kl = Kl()
+    """KL penalty."""
+    baseline: Literal["MinibatchMean", "RoundMean", "LeaveOneOut", "EMA"] = "MinibatchMean"
+    """Advantage baseline."""
+    optimizer: Optimizer = Optimizer()
+    """Optimizer."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Computation type; master weights are float32."""
+    seed: Annotated[int, Field(ge=0, le=2_147_483_647)] = 0
+    """Seed of the shuffle and of everything random."""
+    micro_batch_tokens: Annotated[int, Field(ge=1, le=16_777_216)] = 16_384
+    """Tokens of one forward pass."""
+    max_sequence_tokens: Annotated[int, Field(ge=2, le=16_777_216)] = 32_768
+    """Longer samples are excluded."""
+    checkpoint_every_steps: Annotated[int, Field(ge=1, le=10_000)] = 4
+    """Step checkpoints."""
+    backoff_limit: Annotated[int, Field(ge=0, le=100)] = 3
+    """Further attempts of a step after failures that another attempt can cure."""
+    start_deadline_seconds: Seconds = 1800
+    """A Job whose pods do not run by then fails."""
+    active_deadline_seconds: Seconds = 86_400
+    """A Job that runs longer fails."""
+
+
+class Export(PodSettings):
+    """Quantisation."""
+
+    quantization: Literal["NVFP4", "None"] = "NVFP4"
+    """None serves bfloat16."""
+    calibration_samples: Annotated[int, Field(ge=1, le=100_000)] = 32
+    """Recorded prompts used for calibration."""
+
+
+class Agreement(Api):
+    """The quantisation gate: |log p_trainer - log p_engine| over recorded prompts."""
+
+    max_mean_abs_logprob_diff: DecimalString = "0.05"
+    """Largest mean."""
+    max_p99_abs_logprob_diff: DecimalString | None = None
+    """Largest 99th percentile; absent: not judged."""
+    max_ratio_to_stable: DecimalString | None = None
+    """Largest ratio to the same figure of the stable policy; absent: not judged."""
+    samples: Annotated[int, Field(ge=1, le=100_000)] = 16
+    """Recorded samples that are scored."""
+
+
+class Evaluation(Api):
+    """A held-out evaluation, candidate against stable, paired per item."""
+
+    name: Name
+    """Name of the evaluation."""
+    suite: Text
+    """``module:function`` of the suite."""
+    suite_uri: Annotated[str, StringConstraints(max_length=1024)] | None = None
+    """Folder of the suite's items: a key of the run's store."""
+    metric: Word
+    """The metric judged; one that the suite does not report is an Error."""
+    margin: DecimalString = "0.02"
+    """The candidate may be worse by at most this (non-inferiority): the interval's lower end must be above -margin."""
+    confidence: DecimalString = "0.95"
+    """Of the interval."""
+    min_items: Annotated[int, Field(ge=1, le=1_000_000)] = 100
+    """Fewer paired items are no data."""
+    max_items: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
+    """Items played."""
+
+
+class CanaryStep(Api):
+    """A share of new conversations, until enough were seen."""
+
+    weight: Annotated[int, Field(ge=1, le=99)]
+    """Percent of new trajectories that begin on the candidate."""
+    min_trajectories: Annotated[int, Field(ge=1, le=10_000_000)]
+    """Trajectories the candidate must have served at this step."""
+    deadline_seconds: Seconds = 3600
+    """A step that does not see them by then is Inconclusive."""
+
+
+class Guards(Api):
+    """Limits on canary traffic, candidate against stable. Judged at every look, not only at the end."""
+
+    max_error_rate_increase: DecimalString = "0.02"
+    """Share of requests failed, candidate minus stable."""
+    max_abort_rate_increase: DecimalString = "0.10"
+    """Share of requests that users aborted."""
+    max_unscored_rate_increase: DecimalString | None = None
+    """Share of trajectories without feedback."""
+    max_reward_drop: DecimalString | None = None
+    """Mean reward, stable minus candidate, beyond sampling noise at the 99% level."""
+
+
+class Canary(Api):
+    """Real traffic before promotion."""
+
+    steps: Annotated[list[CanaryStep], Field(max_length=20)] = Field(default_factory=list)
+    """Weights must increase. Empty: no canary traffic."""
+    guards: Guards = Guards()
+    """Limits."""
+
+
+class Gate(Api):
+    """When a checkpoint may go live."""
+
+    agreement: Agreement = Agreement()
+    """Quantisation and engine."""
+    evaluations: Annotated[list[Evaluation], Field(max_length=20)] = Field(default_factory=list)
+    """Held-out suites."""
+    canary: Canary = Canary()
+    """Traffic."""
+    on_inconclusive: Literal["Pause", "Block"] = "Pause"
+    """What an Inconclusive verdict does."""
+    approval: Literal["Automatic", "Required"] = "Automatic"
+    """Required: a passing round waits for ``requests.approveRound``."""
+
+
+class OnDelete(Api):
+    """What stays when the run is deleted."""
+
+    serving: Literal["Keep", "Delete"] = "Keep"
+    """Keep orphans the gateway and the stable Deployment: users stay served."""
+    artifacts: Literal["Retain", "Delete"] = "Retain"
+    """Objects in the store."""
+
+
+class Requests(Api):
+    """One-shot verbs that Git can express; compared with ``status.handledRequests``."""
+
+    abort_round: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Abort this round if it is the current one."""
+    approve_round: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Approve this round's promotion."""
+    retry_token: Annotated[str, StringConstraints(max_length=64)] = ""
+    """A new value lets a stalled run try again."""
+
+
+class RunSpec(Api):
+    """What the user wants."""
+
+    suspend: bool = False
+    """Start nothing new and suspend running Jobs; stable keeps serving."""
+    mode: Literal["Sync", "AsyncOneRound"] = "Sync"
+    """AsyncOneRound trains on the previous round's data while the next is collected. Immutable."""
+    rounds: Rounds = Rounds()
+    """Size and number."""
+    model: Model
+    """The base model."""
+    storage: Storage
+    """The store."""
+    serving: Serving = Serving()
+    """Engines."""
+    recording: Recording = Recording()
+    """Records."""
+    gateway: Gateway = Gateway()
+    """Endpoint."""
+    training: Training = Training()
+    """Trainer."""
+    export: Export = Export()
+    """Quantiser."""
+    gate: Gate = Gate()
+    """Gate."""
+    on_blocked: Literal["HaltForHuman", "ContinueLineage", "RestartFromStable"] = "HaltForHuman"
+    """What becomes of the trainer after a blocked round: stop and ask; go on from the blocked weights; go back to
+    stable's. Traffic returns to stable in every case."""
+    on_delete: OnDelete = OnDelete()
+    """Deletion."""
+    requests: Requests = Requests()
+    """One-shot verbs."""
+
+
+class StablePolicy(Status):
+    """The policy that users get."""
+
+    round: int
+    """The round that made it."""
+    digest: Word
+    """Its digest."""
+    since: Timestamp | None = None
+    """When it was promoted."""
+
+
+class CurrentRound(Status):
+    """The round in work."""
+
+    number: int
+    """Its number."""
+    step: Word
+    """Where it stands."""
+    since: Timestamp | None = None
+    """Since when it stands there."""
+
+
+class LastGate(Status):
+    """The last verdict."""
+
+    round: int
+    """Of which round."""
+    verdict: Word
+    """Pass, Fail, Inconclusive or Error."""
+    message: Message = ""
+    """Why."""
+
+
+class HistoryEntry(Status):
+    """One finished round."""
+
+    number: int
+    """Its number."""
+    phase: Word
+    """How it ended."""
+    digest: Word | None = None
+    """The policy it made."""
+    verdict: Word | None = None
+    """The gate's."""
+    reason: Word | None = None
+    """CamelCase."""
+    reward: Word | None = None
+    """Mean reward of its training data (decimal)."""
+    finished: Timestamp | None = None
+    """When."""
+
+
+class HandledRequests(Status):
+    """The one-shot verbs that took effect."""
+
+    abort_round: int = 0
+    """Last abort."""
+    approve_round: int = 0
+    """Last approval."""
+    retry_token: Word = ""
+    """Last retry."""
+
+
+class RunStatus(Status):
+    """What the operator says."""
+
+    conditions: Annotated[list[Condition], Field(max_length=16)] = Field(default_factory=list)
+    """See ``names.Condition``."""
+    observed_generation: int | None = None
+    """The generation that this status is about."""
+    stable: StablePolicy | None = None
+    """The commit point of a promotion: traffic, retention and everything else is derived from it."""
+    previous: StablePolicy | None = None
+    """Stable before the last promotion; its Deployment drains."""
+    current_round: CurrentRound | None = None
+    """The round in work."""
+    canary_weight: int = 0
+    """Percent of new conversations on the candidate."""
+    last_gate: LastGate | None = None
+    """The last verdict."""
+    lineage_round: int = 0
+    """The round whose trainer checkpoint the next round starts from; 0: the base model, a cold optimizer."""
+    consecutive_blocked: int = 0
+    """Blocked rounds since the last promotion."""
+    rounds_finished: int = 0
+    """Training rounds that ended (any way)."""
+    reward: Word | None = None
+    """Mean reward of the last sealed dataset (decimal)."""
+    endpoint: Text | None = None
+    """Base URL for users, inside the cluster."""
+    handled_requests: HandledRequests = HandledRequests()
+    """One-shot verbs that took effect."""
+    history: Annotated[list[HistoryEntry], Field(max_length=200)] = Field(default_factory=list)
+    """Finished rounds, oldest first."""
+
+
+class Run(Api):
+    """A whole ProdRLRun object as read; metadata stays a plain dict."""
+
+    metadata: dict[str, Any]
+    """As in the API."""
+    spec: RunSpec
+    """What the user wants."""
+    status: RunStatus = RunStatus()
+    """What the operator says."""

@@ -1,0 +1,97 @@
+"""The small port through which the controller sees a cluster. Objects are plain dicts as in the API.
+
+Semantics are Kubernetes' own, for every implementation: optimistic concurrency by ``metadata.resourceVersion``,
+``metadata.generation`` counted up by changes of ``spec``, owner references and finalizers honoured by the
+cluster, not by the caller. A contract suite runs the same cases against each implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Object = dict[str, Any]
+"""A Kubernetes object."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A resource type."""
+
+    api_version: str
+    kind: str
+    plural: str
+    namespaced: bool = True
+
+
+RUN = Kind("prodrl.dev/v1alpha1", "ProdRLRun", "prodrlruns")
+ROUND = Kind("prodrl.dev/v1alpha1", "ProdRLRound", "prodrlrounds")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+JOB = Kind("batch/v1", "Job", "jobs")
+POD = Kind("v1", "Pod", "pods")
+SERVICE = Kind("v1", "Service", "services")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+SECRET = Kind("v1", "Secret", "secrets")
+EVENT = Kind("v1", "Event", "events")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+
+KINDS = {
+    kind.kind: kind
+    for kind in (RUN, ROUND, DEPLOYMENT, JOB, POD, SERVICE, CONFIG_MAP, SECRET, EVENT, LEASE, PDB, NETWORK_POLICY)
+}
+
+
+@dataclass(frozen=True)
+class WatchEvent:
+    """A hint that something changed; never trusted for content or existence."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED"]
+    object: Object
+
+
+class Cluster(Protocol):
+    """What the controller may do."""
+
+    def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """The object as it is now, or None."""
+        ...
+
+    def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
+        """Objects that carry all ``labels`` (equality), sorted by namespace and name."""
+        ...
+
+    def create(self, manifest: Object) -> Object:
+        """Create. Raises AlreadyExistsError, InvalidError, ForbiddenError."""
+        ...
+
+    def apply(self, manifest: Object) -> Object:
+        """Server-side apply with our field manager, forced: sets the fields given, removes those given before."""
+        ...
+
+    def delete(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        *,
+        uid: str | None = None,
+        resource_version: str | None = None,
+        propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
+    ) -> None:
+        """Delete; a missing object is fine. ConflictError when a precondition fails."""
+        ...
+
+    def update_status(self, manifest: Object) -> Object:
+        """PUT of the status subresource; ``metadata.resourceVersion`` must be the present one (ConflictError)."""
+        ...
+
+    def set_finalizers(self, manifest: Object, finalizers: list[str]) -> Object:
+        """Replace ``metadata.finalizers`` under the object's resourceVersion (ConflictError)."""
+        ...
+
+    def watch(self, notify: Callable[[WatchEvent], None]) -> Callable[[], None]:
+        """Call ``notify`` (from another thread) for changes of all kinds above; returns the stop function."""
+        ...
