@@ -26,7 +26,8 @@ class StoreConfig(Config):
     region: str | None = None
     """S3 region; None leaves it to boto3."""
     credentials_dir: str | None = None
-    """Folder with the files ``accessKeyId`` and ``secretAccessKey`` (a mounted Secret); None leaves it to boto3."""
+    """Folder with the files ``accessKeyId`` and ``secretAccessKey`` (a mounted Secret); None: environment
+    PRODRL_CREDENTIALS_DIR, else boto3's own chain."""
 
 
 class PolicyRef(Config):

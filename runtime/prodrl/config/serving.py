@@ -22,8 +22,8 @@ class RecorderConfig(Config):
     """The round that made the served policy."""
     policy_digest: Digest
     """Identity written into every record; readiness demands that the model folder's manifest has it."""
-    writer: str
-    """Unique name of this server process (pod name); part of every shard's key."""
+    writer: str = ""
+    """Unique name of this server process, part of every shard's key; empty: POD_NAME, else the host name."""
     top_logprobs: int = Field(default=20, ge=0, le=512)
     """Size K of the recorded head; 0 records the sampled token's logprob only."""
     sampling_policy: SamplingPolicy = SamplingPolicy()
@@ -77,12 +77,13 @@ class GatewayConfig(Config):
     """Feedback segments go to ``feedback/``."""
     run: str
     """Name of the ProdRLRun."""
-    writer: str
-    """Unique name of this replica (pod name); part of every feedback segment's key."""
+    writer: str = ""
+    """Unique name of this replica, part of every segment's key; empty: environment POD_NAME, else the host name."""
     served_name: str
     """The model name that users send."""
     api_keys_dir: str | None = None
-    """Folder with one file an API key: file name = key's name, content = the key. None: no authentication (loopback)."""
+    """Folder with one file an API key: file name = key's name, content = the key. None: environment
+    PRODRL_API_KEYS_DIR, else no authentication (loopback)."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Larger request bodies are answered 413."""
     max_header_bytes: int = Field(default=32 * 1024, ge=1024)

@@ -42,6 +42,8 @@ class CollectConfig(Config):
     settle_seconds: float = Field(default=10.0, ge=0)
     """A scored trajectory is joined when all requests that the gateway saw are recorded, or excluded
     (RecordMissing) this long after its reward."""
+    max_sequence_tokens: int = Field(default=32768, ge=2)
+    """Trajectories with a longer sample are excluded (TooLong)."""
     poll_seconds: float = Field(default=1.0, gt=0)
     """Pause between two looks at the store."""
 
@@ -153,7 +155,7 @@ class EvaluationConfig(Config):
 
     name: str
     suite: str
-    """``builtin:chess-puzzles?path=KEY`` is resolved by :mod:`prodrl.evaluate.suites`; a ``module:function`` elsewhere."""
+    """``module:function``, loaded by :mod:`prodrl.evaluate.suites`."""
     suite_key: str | None = None
     """Folder of the suite's items in the store."""
     metric: str

@@ -1,0 +1,53 @@
+# Every target is listed by `make help`. The environment is .venv in the checkout; nothing else is touched.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TESTS ?= tests
+
+.DEFAULT_GOAL := help
+.PHONY: help init demo demo-blocked test test-engine lint fmt type crds constraints clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+$(READY): pyproject.toml constraints.txt scripts/setup
+	PYTHON=$(PYTHON) scripts/setup $(VENV)
+	@touch $@
+
+init: $(READY) ## Make the environment (.venv) with the pinned versions
+
+demo: $(READY) ## The whole loop on this machine: warm start, three rounds, real vLLM, users, report
+	$(BIN)/prodrl lab demo --data .prodrl/demo
+
+demo-blocked: $(READY) ## The same loop with a trainer that does harm: the gate blocks it
+	$(BIN)/prodrl lab demo --data .prodrl/demo-blocked --harm
+
+test: $(READY) lint type ## Lint, types and every test that this machine can run
+	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+test-engine: $(READY) ## Only the tests that start a real vLLM server
+	$(BIN)/python -m pytest tests -m engine
+
+lint: $(READY) ## ruff and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+fmt: $(READY) ## Format and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+type: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+crds: $(READY) ## Generate crds/ from the API models
+	$(BIN)/prodrl-operator crds --write crds
+
+constraints: $(READY) ## Write constraints.txt from the environment
+	(sed -n 1p constraints.txt; $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sort -f) > constraints.new
+	mv constraints.new constraints.txt
+
+clean: ## Remove what the targets made in the checkout (not the caches outside)
+	rm -rf .prodrl .pytest_cache .mypy_cache .ruff_cache .hypothesis

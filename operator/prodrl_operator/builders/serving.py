@@ -1,0 +1,168 @@
+"""The vLLM Deployment, Service and ConfigMap of one policy."""
+
+from __future__ import annotations
+
+import math
+
+from prodrl.config import PolicyRef, RecorderConfig, SamplingPolicy, StoreConfig
+from prodrl.config.steps import FetchConfig
+from prodrl_operator import names
+from prodrl_operator.api.round import Round
+from prodrl_operator.api.run import Run, RunSpec
+from prodrl_operator.builders.metadata import Object, Platform, config_map, labels, metadata, serving_name
+from prodrl_operator.builders.pods import (
+    CONFIG_DIR,
+    Container,
+    Mount,
+    config_mount,
+    credentials_mounts,
+    environment,
+    pod_spec,
+    scratch_mount,
+    store_config,
+)
+from prodrl_operator.names import Step
+
+MODEL_DIR = "/models/policy"
+MODELS_MOUNT = "/models"
+SPOOL_DIR = "/spool"
+PROBE_SECONDS = 3
+
+
+def engine_args(spec: RunSpec) -> list[str]:
+    """Engine arguments that change numbers: part of the policy digest, in this order."""
+    head = spec.recording.top_logprobs if spec.recording.metadata == "ScoreCentering" else 0
+    return ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(max(head, 20)), *spec.serving.args]
+
+
+def _number(text: str | None) -> float | None:
+    return None if text is None else float(text)
+
+
+def recorder_config(run_name: str, made_by: Round, store: StoreConfig) -> RecorderConfig:
+    """What the recorder inside the server is told; the replica's own name comes from its environment."""
+    policy = made_by.status.policy
+    assert policy is not None, "serving is built after Exporting"
+    recording = made_by.spec.settings.recording
+    wanted = recording.sampling_policy
+    return RecorderConfig(
+        store=store,
+        run=run_name,
+        round=made_by.spec.number,
+        policy_digest=policy.digest,
+        top_logprobs=recording.top_logprobs if recording.metadata == "ScoreCentering" else 0,
+        sampling_policy=SamplingPolicy(
+            temperature=_number(wanted.temperature), top_p=_number(wanted.top_p), top_k=wanted.top_k
+        ),
+        flush_seconds=recording.flush_seconds,
+    )
+
+
+def serving(run: Run, made_by: Round, platform: Platform) -> list[Object]:
+    """ConfigMap, Service and Deployment that serve the policy made by a round, under that round's settings."""
+    spec = made_by.spec.settings
+    policy = made_by.status.policy
+    assert policy is not None, "serving is built after Exporting"
+    name = serving_name(run.metadata["name"], made_by.spec.number)
+    its_labels = labels(run, "serving", made_by.spec.number, Step.CANARY_DEPLOYING)
+    store = store_config(spec)
+    fetch = FetchConfig(store=store, policy=PolicyRef(round=made_by.spec.number, digest=policy.digest, key=policy.key))
+    data = {
+        "fetch.json": fetch.model_dump_json(),
+        "recorder.json": recorder_config(run.metadata["name"], made_by, store).model_dump_json(),
+    }
+    service: Object = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(name, run, its_labels),
+        "spec": {
+            "selector": its_labels,
+            "ports": [{"name": "http", "port": names.SERVING_PORT, "targetPort": names.SERVING_PORT}],
+        },
+    }
+    return [
+        config_map(name, run, its_labels, data),
+        service,
+        _deployment(run, made_by, platform, its_labels),
+    ]
+
+
+def _deployment(run: Run, made_by: Round, platform: Platform, its_labels: dict[str, str]) -> Object:
+    settings = made_by.spec.settings.serving
+    name = serving_name(run.metadata["name"], made_by.spec.number)
+    budget = settings.start_deadline_seconds
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(name, run, its_labels),
+        "spec": {
+            "replicas": settings.replicas,
+            "revisionHistoryLimit": 1,
+            # The operator judges the deadline; Kubernetes' own must not speak first.
+            "progressDeadlineSeconds": budget + 600,
+            "selector": {"matchLabels": its_labels},
+            "template": {
+                "metadata": {"labels": its_labels},
+                "spec": pod_spec(
+                    settings,
+                    [_server(made_by.spec.settings, name, platform)],
+                    [_fetcher(made_by.spec.settings, name, platform)],
+                ),
+            },
+        },
+    }
+
+
+def _models_mount() -> Mount:
+    return Mount("models", MODELS_MOUNT, {"emptyDir": {}}, read_only=False)
+
+
+def _fetcher(spec: RunSpec, name: str, platform: Platform) -> Container:
+    return Container(
+        name="fetch",
+        image=platform.runtime_image,
+        command=["prodrl", "fetch", "--config", f"{CONFIG_DIR}/fetch.json", "--to", MODEL_DIR],
+        mounts=[config_mount(name), _models_mount(), scratch_mount(), *credentials_mounts(spec)],
+        env=environment(spec, spec.serving),
+    )
+
+
+def _server(spec: RunSpec, name: str, platform: Platform) -> Container:
+    port = str(names.SERVING_PORT)
+    command = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL_DIR]
+    command += ["--served-model-name", spec.model.served_name, "--host", "$(POD_IP)", "--port", port]
+    command += ["--middleware", "prodrl.recorder.middleware.Readiness", *engine_args(spec)]
+    env = [
+        *environment(spec, spec.serving),
+        {"name": "PRODRL_RECORDER_CONFIG", "value": f"{CONFIG_DIR}/recorder.json"},
+        {"name": "PRODRL_MODEL_DIR", "value": MODEL_DIR},
+        {"name": "PRODRL_SPOOL_DIR", "value": SPOOL_DIR},
+        {"name": "VLLM_NO_USAGE_STATS", "value": "1"},
+    ]
+    alive = {"httpGet": {"path": "/health", "port": names.SERVING_PORT}, "timeoutSeconds": 10}
+    ready = {"httpGet": {"path": "/prodrl/ready", "port": names.SERVING_PORT}, "timeoutSeconds": 30}
+    return Container(
+        name="server",
+        image=spec.serving.image or platform.serving_image,
+        command=command,
+        mounts=[
+            config_mount(name),
+            _models_mount(),
+            scratch_mount(),
+            Mount("spool", SPOOL_DIR, {"emptyDir": {}}, read_only=False),
+            Mount("shm", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}, read_only=False),  # noqa: S108
+            *credentials_mounts(spec),
+        ],
+        env=env,
+        resources=spec.serving.resources,
+        ports={"http": names.SERVING_PORT},
+        probes={
+            "startupProbe": {
+                **alive,
+                "periodSeconds": PROBE_SECONDS,
+                "failureThreshold": math.ceil(spec.serving.start_deadline_seconds / PROBE_SECONDS) + 1,
+            },
+            "livenessProbe": {**alive, "periodSeconds": 10, "failureThreshold": 6},
+            "readinessProbe": {**ready, "periodSeconds": PROBE_SECONDS, "failureThreshold": 3},
+        },
+    )
