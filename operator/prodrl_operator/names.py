@@ -17,6 +17,10 @@ LABEL_RUN = f"{GROUP}/run"
 LABEL_ROUND = f"{GROUP}/round"
 LABEL_STEP = f"{GROUP}/step"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
+LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+"""A Job with this label is admitted by Kueue: its ``spec.suspend`` is not ours."""
+ANNOTATION_MANIFEST = f"{GROUP}/manifest"
+"""On our children only: hash of the manifest that was applied."""
 
 MAX_RUN_NAME = 40
 """Longest run name: names of children append at most 23 characters and must stay DNS labels (63)."""
@@ -112,6 +116,14 @@ class Reason(StrEnum):
     BASELINE_UNAVAILABLE = "BaselineUnavailable"
     NO_DATA = "NoData"
     DELETING = "Deleting"
+    FORBIDDEN = "Forbidden"
+    QUEUED = "Queued"
+    APPROVED = "Approved"
+    ATTEMPT_FAILED = "AttemptFailed"
+    REQUEST_IGNORED = "RequestIgnored"
+    RETRY_REQUESTED = "RetryRequested"
+    ROUND_MISSING = "RoundMissing"
+    CANDIDATE_UNHEALTHY = "CandidateUnhealthy"
 
 
 EXIT_CODES: dict[int, tuple[str, bool]] = {

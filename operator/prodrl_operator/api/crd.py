@@ -1,9 +1,9 @@
 """The CRDs, generated from the pydantic models. Pure: ``crds()`` gives dicts, ``render()`` the committed YAML.
 
 What pydantic says in JSON Schema becomes a structural OpenAPI v3 schema: references inlined, ``X | None`` made
-optional, object defaults reduced to ``{}`` (the server fills the nested ones). CEL rules, list types and printer columns are
-declared here, beside the schema that they belong to. Rules keep to core CEL, so that they can be evaluated without
-a server too.
+optional, object defaults reduced to ``{}`` (the server fills the nested ones). CEL rules, list types and printer
+columns are declared here, beside the schema that they belong to. Rules keep to core CEL, so that they can be
+evaluated without a server too.
 """
 
 from __future__ import annotations

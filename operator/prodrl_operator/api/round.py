@@ -106,7 +106,9 @@ class CanaryProgress(Status):
     started: Timestamp | None = None
     """When it began."""
     baseline_candidate: Annotated[dict[str, int], Field(max_length=16)] = Field(default_factory=dict)
-    """The candidate's counters when the step began."""
+    """The candidate's counters when the step began; rewards in millionths (the API has no floats)."""
+    baseline_stable: Annotated[dict[str, int], Field(max_length=16)] = Field(default_factory=dict)
+    """Stable's counters when the step began."""
 
 
 class GateStatus(Status):
@@ -152,6 +154,9 @@ class RoundStatus(Status):
     """For people."""
     collect_from: Timestamp | None = None
     """Sync: trajectories that began before are not trained on."""
+    lineage_round: int | None = None
+    """The round whose trainer checkpoint is the start, settled when Training begins: AsyncOneRound creates a round
+    before its predecessor has ended."""
     dataset: Dataset | None = None
     """After Collecting."""
     checkpoint: Checkpoint | None = None

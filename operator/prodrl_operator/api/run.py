@@ -24,7 +24,7 @@ from prodrl_operator.api.model import (
 )
 
 Uri = Annotated[str, StringConstraints(pattern=r"^(file:///|s3://|pvc://|hf://).+", max_length=1024)]
-Resources = Annotated[dict[str, dict[str, str]], Field(max_length=4)]
+Resources = Annotated[dict[str, Annotated[dict[str, Word], Field(max_length=16)]], Field(max_length=4)]
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
 
 
@@ -83,7 +83,7 @@ class PodSettings(Api):
     """Container image; absent: the operator's default for that workload."""
     resources: Resources = Field(default_factory=dict)
     """``requests`` and ``limits`` as in a container."""
-    node_selector: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
+    node_selector: Annotated[dict[str, Word], Field(max_length=64)] = Field(default_factory=dict)
     """As in a pod."""
     tolerations: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
     """As in a pod."""
@@ -448,6 +448,8 @@ class RunStatus(Status):
     """The round whose trainer checkpoint the next round starts from; 0: the base model, a cold optimizer."""
     consecutive_blocked: int = 0
     """Blocked rounds since the last promotion."""
+    halted_round: int | None = None
+    """The blocked round at which the run waits for a person; a new ``requests.retryToken`` clears it."""
     rounds_finished: int = 0
     """Training rounds that ended (any way)."""
     reward: Word | None = None
