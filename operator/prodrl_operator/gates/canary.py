@@ -44,7 +44,9 @@ def judge_canary(guards: Guards, candidate: Counters, stable: Counters, *, is_fi
     """
     breaches = [
         _excess("failed requests", candidate.failed, stable.failed, candidate, stable, guards.max_error_rate_increase),
-        _excess("aborted requests", candidate.aborted, stable.aborted, candidate, stable, guards.max_abort_rate_increase),
+        _excess(
+            "aborted requests", candidate.aborted, stable.aborted, candidate, stable, guards.max_abort_rate_increase
+        ),
     ]
     if guards.max_reward_drop is not None:
         breaches.append(_reward_drop(candidate, stable, float(guards.max_reward_drop)))
@@ -59,9 +61,7 @@ def judge_canary(guards: Guards, candidate: Counters, stable: Counters, *, is_fi
             f"to judge maxRewardDrop"
         )
         is_baseline = stable.feedback < MIN_REWARDS
-        return Judgement(
-            Verdict.INCONCLUSIVE, message, Reason.BASELINE_UNAVAILABLE if is_baseline else Reason.NO_DATA
-        )
+        return Judgement(Verdict.INCONCLUSIVE, message, Reason.BASELINE_UNAVAILABLE if is_baseline else Reason.NO_DATA)
     return Judgement(Verdict.PASS, "canary traffic: within its guards", Reason.GATE_PASSED)
 
 
@@ -88,9 +88,7 @@ def _rate(bad: int, count: int) -> Sample:
     return Sample(count, bad / count, smoothed * (1 - smoothed))
 
 
-def _excess(
-    what: str, bad: int, stable_bad: int, candidate: Counters, stable: Counters, limit: str
-) -> str | None:
+def _excess(what: str, bad: int, stable_bad: int, candidate: Counters, stable: Counters, limit: str) -> str | None:
     worse, better = _rate(bad, candidate.requests), _rate(stable_bad, stable.requests)
     if not exceeds(worse, better, float(limit)):
         return None

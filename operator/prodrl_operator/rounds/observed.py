@@ -48,6 +48,11 @@ class JobView:
         """Whether it holds, or will hold, hardware."""
         return self.state in ("Pending", "Running") or self.deleting
 
+    def is_suspension_due(self, *, suspend: bool) -> bool:
+        """Whether ``spec.suspend`` is ours to set, and is not what the run wants."""
+        is_ours = self.state in ("Pending", "Running") and not self.deleting and not self.is_queued
+        return is_ours and self.suspended != suspend
+
 
 @dataclass(frozen=True)
 class DeploymentView:

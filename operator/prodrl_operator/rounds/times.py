@@ -56,9 +56,7 @@ def rearm(status: RoundStatus, now: datetime) -> RoundStatus:
         changes["paused_since"] = present
     canary = status.gate.canary
     if canary is not None and canary.started is not None and parse(canary.started) > parse(present):
-        changes["gate"] = status.gate.model_copy(
-            update={"canary": canary.model_copy(update={"started": present})}
-        )
+        changes["gate"] = status.gate.model_copy(update={"canary": canary.model_copy(update={"started": present})})
     return status.model_copy(update=changes) if changes else status
 
 

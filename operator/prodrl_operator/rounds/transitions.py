@@ -14,9 +14,7 @@ TRANSITIONS: dict[Step, frozenset[Step]] = {
     Step.GATING: frozenset({Step.PROMOTING, Step.BLOCKED, Step.FAILED, Step.ABORTED}),
     Step.PROMOTING: frozenset({Step.PROMOTED, Step.BLOCKED, Step.FAILED, Step.ABORTED}),
     # A person may let a failed round try again, from the step that failed.
-    Step.FAILED: frozenset(
-        {Step.COLLECTING, Step.TRAINING, Step.EXPORTING, Step.CANARY_DEPLOYING, Step.ABORTED}
-    ),
+    Step.FAILED: frozenset({Step.COLLECTING, Step.TRAINING, Step.EXPORTING, Step.CANARY_DEPLOYING, Step.ABORTED}),
     Step.PROMOTED: frozenset(),
     Step.BLOCKED: frozenset(),
     Step.ABORTED: frozenset(),

@@ -2,8 +2,6 @@
 
 Called by ``run``. Recorded prompts are what the policy will be served with; without any (round 0) the model's own
 samples keep activations in their usual range, which uniformly random ids do not.
-
-Shape legend: N = sequences, L = tokens.
 """
 
 from __future__ import annotations
@@ -42,13 +40,13 @@ def generated(model: Any, num_samples: int, seed: int) -> list[list[int]]:
     """Let the model write at temperature 1 from random first tokens; the same seed gives the same ids."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config().vocab_size
-    step_N1 = torch.randint(vocabulary, (num_samples, 1), generator=generator)
-    columns, cache = [step_N1], None
+    step = torch.randint(vocabulary, (num_samples, 1), generator=generator)
+    columns, cache = [step], None
     for _ in range(GENERATED_TOKENS - 1):
-        output = model(input_ids=step_N1.to(model.device), past_key_values=cache, use_cache=True)
+        output = model(input_ids=step.to(model.device), past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         probabilities = output.logits[:, -1].float().softmax(-1).cpu()
-        step_N1 = torch.multinomial(probabilities, 1, generator=generator)
-        columns.append(step_N1)
+        step = torch.multinomial(probabilities, 1, generator=generator)
+        columns.append(step)
     ids: list[list[int]] = torch.cat(columns, dim=1).tolist()
     return ids

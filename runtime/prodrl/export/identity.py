@@ -1,7 +1,6 @@
 """What a policy is: the digest over its files and over the engine arguments that change numbers.
 
-Used by ``run``, which writes it, and by ``fetch``, which computes it again. Pure but for :func:`describe`,
-which hashes a local folder.
+Used by ``run``, which writes it, and by ``fetch``, which computes it again. Pure.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from prodrl.errors import DataError
 from prodrl.records import Manifest, ManifestFile
@@ -17,8 +15,6 @@ from prodrl.records import Manifest, ManifestFile
 KIND = "policy"
 ENGINE_ARGS = "engine_args"
 POLICY_DIGEST = "policy_digest"
-
-_CHUNK_BYTES = 1 << 22
 
 
 def policy_digest(files: Sequence[ManifestFile], engine_args: Sequence[str]) -> str:
@@ -47,21 +43,3 @@ def of_manifest(manifest: Manifest, key: str) -> str:
     except json.JSONDecodeError as exc:
         raise DataError(f"Policy {key}: engine arguments are not JSON, got {text!r}; export the round again") from exc
     return policy_digest(manifest.files, engine_args)
-
-
-def file_sha256(path: Path) -> str:
-    """64 hexadecimal digits, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def describe(folder: Path) -> list[ManifestFile]:
-    """Every file below ``folder`` as a manifest names it, sorted by path."""
-    paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda p: p.relative_to(folder).as_posix())
-    return [
-        ManifestFile(path=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=file_sha256(path))
-        for path in paths
-    ]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import transformers
 
-from prodrl import progress as progress_module
-from prodrl.errors import DataError, PreemptedError, UsageError
+from prodrl.errors import DataError, UsageError
+from prodrl.progress import check_stop
 
 
 def load_copy(folder: Path, named: str) -> Any:
@@ -38,8 +38,8 @@ def load_copy(folder: Path, named: str) -> Any:
 
 
 def write_bfloat16(model: Any, target: Path) -> None:
-    """Save as it was loaded."""
-    model.save_pretrained(target, safe_serialization=True) if _takes_flag(model) else model.save_pretrained(target)
+    """Save as it was loaded; parameters that the architecture keeps in float32 stay so."""
+    model.save_pretrained(target)
 
 
 def write_nvfp4(model: Any, calibration: Sequence[Sequence[int]], target: Path) -> None:
@@ -54,8 +54,7 @@ def write_nvfp4(model: Any, calibration: Sequence[Sequence[int]], target: Path) 
     def observe(calibrated: Any) -> None:
         with torch.inference_mode():
             for ids in calibration:
-                if progress_module.stop_requested.is_set():
-                    raise PreemptedError("Export: told to stop during calibration; a new attempt starts it again")
+                check_stop("Export, calibration")
                 calibrated(input_ids=torch.tensor([list(ids)], device=calibrated.device), use_cache=False)
 
     with computing_in_float32(model):

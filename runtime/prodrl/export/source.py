@@ -15,7 +15,7 @@ from pathlib import Path
 from prodrl.config import ExportConfig
 from prodrl.errors import DataError, UsageError
 from prodrl.store import layout, open_store
-from prodrl.store.folders import fetch_folder, read_manifest, write_folder
+from prodrl.store.folders import exists, fetch_folder, write_folder
 from prodrl.store.port import Store
 
 INDEX = "model.safetensors.index.json"
@@ -110,8 +110,7 @@ def publish_base(store: Store, config: ExportConfig, work: Path) -> str:
         The key of the weights.
     """
     key = layout.weights(config.round)
-    if store.exists(layout.manifest_of(key)):
-        read_manifest(store, key)
+    if exists(store, key):
         return key
     assert config.model_uri is not None, "run() checks that there is a source"
     folder = _resolve(store, config, work / "base")
@@ -140,7 +139,9 @@ def _resolve(store: Store, config: ExportConfig, work: Path) -> Path:
                 remote.get_file(key, work / key)
         work.mkdir(parents=True, exist_ok=True)
         return work
-    raise UsageError(f"Model {uri}: this scheme cannot be exported; use file:///folder, s3://bucket/prefix or store:KEY")
+    raise UsageError(
+        f"Model {uri}: this scheme cannot be exported; use file:///folder, s3://bucket/prefix or store:KEY"
+    )
 
 
 def _link_or_copy(path: Path, target: Path) -> None:

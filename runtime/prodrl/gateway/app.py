@@ -63,7 +63,7 @@ def is_ready(deps: Deps) -> bool:
 
 def make_app(deps: Deps) -> wire.App:
     """The ASGI application of the traffic port."""
-    return _Traffic(deps).__call__
+    return _Traffic(deps)
 
 
 class _Traffic:

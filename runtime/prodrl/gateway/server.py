@@ -118,6 +118,7 @@ class Gateway:
             uvicorn.Config(
                 application,
                 http=protocol.bounded_protocol(self._config.max_header_bytes),
+                interface="asgi3",
                 ws="none",
                 lifespan="off",
                 log_config=None,

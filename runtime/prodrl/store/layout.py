@@ -7,6 +7,10 @@ A folder counts once its ``manifest.json`` is there and verifies.
 from __future__ import annotations
 
 MANIFEST = "manifest.json"
+FEEDBACK = "feedback/"
+"""Prefix of all feedback segments."""
+RECORDS = "records/"
+"""Prefix of all record shards."""
 
 
 def round_folder(number: int) -> str:
@@ -77,3 +81,8 @@ def ledger(number: int) -> str:
 def manifest_of(folder: str) -> str:
     """The manifest of a folder."""
     return f"{folder}/{MANIFEST}"
+
+
+def ledger_abandoned(number: int) -> str:
+    """Mark beside a claim whose round was never trained."""
+    return f"ledger/{number:04d}.abandoned.json"

@@ -1,4 +1,4 @@
-"""The object store port. Implemented by ``local`` (a folder) and ``s3`` (boto3); opened by :func:`prodrl.store.open_store`.
+"""The object store port. Implemented by ``local`` (a folder) and ``s3`` (boto3); opened by ``open_store``.
 
 Contract, the same for both:
 

@@ -26,7 +26,7 @@ MARK = "PRODRL_LOCAL_CONTAINER"
 
 _KEPT_ATTEMPTS = 8
 _LOST = 137
-_STARTING_SECONDS = 10.0
+_MESSAGE_BYTES = 4096
 _children: list[subprocess.Popen[bytes]] = []
 
 
@@ -56,14 +56,14 @@ class Container:
         if number is None:
             return State("new")
         folder = self.folder / str(number)
-        ended = _read(folder / "exit.json")
+        ended = read_json(folder / "exit.json")
         if ended is None and not is_locked(folder / "lock"):
-            ended = _read(folder / "exit.json")  # it may have ended between the two looks
+            ended = read_json(folder / "exit.json")  # it may have ended between the two looks
             if ended is None:
                 if not (folder / "pid.json").exists():
                     return State("starting", number, started=(folder / "spec.json").stat().st_mtime)
                 ended = self._bury(folder)
-        ran = _read(folder / "pid.json")
+        ran = read_json(folder / "pid.json")
         if ended is None:
             if ran is None:
                 return State("starting", number, started=(folder / "spec.json").stat().st_mtime)
@@ -75,7 +75,7 @@ class Container:
             finished=ended["finished"],
             code=ended["code"],
             signal=ended["signal"],
-            message=_message(folder),
+            message=_message(folder, ended["code"]),
         )
 
     def last_attempt(self) -> int | None:
@@ -87,9 +87,9 @@ class Container:
         """Ended attempts that are still remembered, oldest first."""
         states = []
         for number in self._numbers():
-            ended = _read(self.folder / str(number) / "exit.json")
+            ended = read_json(self.folder / str(number) / "exit.json")
             if ended:
-                message = _message(self.folder / str(number))
+                message = _message(self.folder / str(number), ended["code"])
                 times = {"started": ended["started"], "finished": ended["finished"]}
                 states.append(
                     State("ended", number, **times, code=ended["code"], signal=ended["signal"], message=message)
@@ -112,10 +112,17 @@ class Container:
     def launch(self, number: int) -> None:
         """Start the shim of a prepared attempt. Harmless when one runs already."""
         folder = self.folder / str(number)
+        os.utime(folder / "spec.json")  # when the last try began
         command = [sys.executable, "-S", "-E", "-s", shim.__file__, str(folder)]
         with (folder / "shim.log").open("ab") as log:
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env={}, close_fds=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={},
+                close_fds=True,
             )
         _children.append(child)
 
@@ -132,7 +139,7 @@ class Container:
         if attempt is None:
             return
         folder = self.folder / str(attempt)
-        ran = _read(folder / "pid.json")
+        ran = read_json(folder / "pid.json")
         if ran is not None and is_locked(folder / "lock"):  # the lock proves that the pid is still the shim's
             with contextlib.suppress(ProcessLookupError):
                 os.kill(ran["shim"], number)
@@ -140,7 +147,7 @@ class Container:
     def _bury(self, folder: Path) -> dict[str, Any]:
         """The shim was killed: kill what it left behind and write the exit it could not write."""
         kill_marked(str(folder))
-        ran = _read(folder / "pid.json") or {}
+        ran = read_json(folder / "pid.json") or {}
         end = {"code": _LOST, "signal": 9, "started": ran.get("started", time.time()), "finished": time.time()}
         temporary = folder / "exit.json.new"
         temporary.write_text(json.dumps(end))
@@ -211,15 +218,35 @@ def back_off_seconds(history: list[State], *, base: float, limit: float) -> floa
     return 0.0 if short == 0 else float(min(limit, base * 2.0 ** min(short - 1, 30)))
 
 
-def _message(folder: Path) -> str:
+def read_spec(folder: Path) -> dict[str, Any]:
+    """What the attempt in ``folder`` was started with."""
+    return dict(json.loads((folder / "spec.json").read_text()))
+
+
+def _message(folder: Path, code: int) -> str:
     try:
         with (folder / "termination-log").open("rb") as file:
-            return file.read(4096).decode(errors="replace")
+            message = file.read(_MESSAGE_BYTES).decode(errors="replace")
+        spec = read_spec(folder)
+        if message or not code or not spec.get("message_from_log"):
+            return message
+        with open(spec["log"], "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MESSAGE_BYTES // 2))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_json_list(path: Path) -> list[Any]:
+    """The list in a file; empty when there is no file."""
+    try:
+        return list(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return []
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file, or None when there is no file."""
     try:
         return dict(json.loads(path.read_text()))
     except (FileNotFoundError, NotADirectoryError):

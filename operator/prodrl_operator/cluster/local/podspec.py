@@ -11,7 +11,8 @@ Used by ``store`` (``check`` as admission) and ``runner`` (``render``). The tran
   ``SERVICE.NAMESPACE.svc`` (with or without ``.cluster.local``) and ``://SERVICE`` become the Service's address,
   ``POD_HOSTNAME.SERVICE.NAMESPACE.svc`` the address of the Indexed Job's pod.
 - Accepted without effect: resources (nothing is limited), security contexts, service accounts, placement (node
-  selectors, tolerations, affinity, spreading, priorities), pull settings, readOnly mounts. Nothing isolates these processes.
+  selectors, tolerations, affinity, spreading, priorities), pull settings, readOnly mounts. Nothing isolates
+  these processes.
 
 Everything else is refused with UnsupportedError.
 """
@@ -27,33 +28,105 @@ from prodrl_operator.errors import UnsupportedError
 
 Object = dict[str, Any]
 
-_POD_FIELDS = frozenset(
-    "containers initContainers volumes restartPolicy terminationGracePeriodSeconds nodeName hostname subdomain "
-    # without effect:
-    "nodeSelector tolerations affinity topologySpreadConstraints priorityClassName priority runtimeClassName "
-    "securityContext serviceAccountName serviceAccount automountServiceAccountToken imagePullSecrets "
-    "enableServiceLinks schedulerName dnsPolicy resourceClaims preemptionPolicy hostNetwork".split()  # noqa: SIM905
+_WITHOUT_EFFECT = frozenset(
+    [
+        "affinity",
+        "automountServiceAccountToken",
+        "dnsPolicy",
+        "enableServiceLinks",
+        "hostNetwork",
+        "imagePullSecrets",
+        "nodeSelector",
+        "preemptionPolicy",
+        "priority",
+        "priorityClassName",
+        "resourceClaims",
+        "runtimeClassName",
+        "schedulerName",
+        "securityContext",
+        "serviceAccount",
+        "serviceAccountName",
+        "tolerations",
+        "topologySpreadConstraints",
+    ]
+)
+_POD_FIELDS = _WITHOUT_EFFECT | frozenset(
+    [
+        "containers",
+        "hostname",
+        "initContainers",
+        "nodeName",
+        "restartPolicy",
+        "subdomain",
+        "terminationGracePeriodSeconds",
+        "volumes",
+    ]
 )
 _CONTAINER_FIELDS = frozenset(
-    "name image command args env envFrom ports volumeMounts workingDir startupProbe livenessProbe readinessProbe "
-    "lifecycle terminationMessagePath terminationMessagePolicy imagePullPolicy resources securityContext".split()  # noqa: SIM905
+    [
+        "name",
+        "image",
+        "command",
+        "args",
+        "env",
+        "envFrom",
+        "ports",
+        "volumeMounts",
+        "workingDir",
+        "startupProbe",
+        "livenessProbe",
+        "readinessProbe",
+        "lifecycle",
+        "terminationMessagePath",
+        "terminationMessagePolicy",
+        "imagePullPolicy",
+        "resources",
+        "securityContext",
+    ]
 )
 _VOLUME_KINDS = frozenset({"configMap", "secret", "emptyDir", "persistentVolumeClaim", "hostPath"})
 _MOUNT_FIELDS = frozenset({"name", "mountPath", "subPath", "readOnly"})
 _PROBE_KINDS = frozenset({"httpGet", "tcpSocket", "exec"})
 _PROBE_FIELDS = _PROBE_KINDS | frozenset(
-    "initialDelaySeconds periodSeconds timeoutSeconds successThreshold failureThreshold".split()  # noqa: SIM905
+    ["initialDelaySeconds", "periodSeconds", "timeoutSeconds", "successThreshold", "failureThreshold"]
 )
 _JOB_FIELDS = frozenset(
-    "template parallelism completions completionMode backoffLimit podFailurePolicy activeDeadlineSeconds suspend "
-    "ttlSecondsAfterFinished podReplacementPolicy".split()  # noqa: SIM905
+    [
+        "template",
+        "parallelism",
+        "completions",
+        "completionMode",
+        "backoffLimit",
+        "podFailurePolicy",
+        "activeDeadlineSeconds",
+        "suspend",
+        "ttlSecondsAfterFinished",
+        "podReplacementPolicy",
+    ]
 )
 _DEPLOYMENT_FIELDS = frozenset(
-    "template selector replicas strategy minReadySeconds progressDeadlineSeconds revisionHistoryLimit".split()  # noqa: SIM905
+    [
+        "template",
+        "selector",
+        "replicas",
+        "strategy",
+        "minReadySeconds",
+        "progressDeadlineSeconds",
+        "revisionHistoryLimit",
+    ]
 )
 _SERVICE_FIELDS = frozenset(
-    "selector ports type clusterIP clusterIPs publishNotReadyAddresses ipFamilies ipFamilyPolicy "
-    "internalTrafficPolicy".split()  # noqa: SIM905
+    [
+        "selector",
+        "ports",
+        "type",
+        "clusterIP",
+        "clusterIPs",
+        "publishNotReadyAddresses",
+        "ipFamilies",
+        "ipFamilyPolicy",
+        "internalTrafficPolicy",
+    ]
 )
 _VARIABLE = re.compile(r"\$(\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
 

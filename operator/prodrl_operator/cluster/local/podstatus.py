@@ -41,7 +41,7 @@ def is_of_job(pod: Object) -> bool:
     return any(owner["kind"] == "Job" for owner in pod["metadata"].get("ownerReferences", ()))
 
 
-def condition(kind: str, state: bool, moment: str, reason: str = "") -> Object:  # noqa: FBT001
+def condition(kind: str, state: bool, moment: str, reason: str = "") -> Object:
     """A pod condition."""
     return {"type": kind, "status": str(state), "lastTransitionTime": moment} | ({"reason": reason} if reason else {})
 
@@ -101,7 +101,7 @@ def _container(container: Object, fact: Fact) -> Object:
         "name": container["name"],
         "image": container.get("image", ""),
         "imageID": "",
-        "ready": fact.is_ready or (state.phase == "ended" and state.code == 0 and not fact.reason),
+        "ready": fact.is_ready,
         "started": fact.is_started,
         "restartCount": state.attempt,
         "state": _state(fact),
@@ -110,8 +110,6 @@ def _container(container: Object, fact: Fact) -> Object:
         result["lastState"] = {"terminated": _terminated(state)}
     elif fact.last is not None:
         result["lastState"] = {"terminated": _terminated(fact.last)}
-    if state.phase == "ended":
-        result["ready"] = False
     return result
 
 
@@ -148,7 +146,7 @@ def _time(seconds: float) -> str:
     return timestamp(datetime.fromtimestamp(seconds, UTC))
 
 
-def _keep_times(conditions: list[Object], before: Any) -> list[Object]:  # noqa: ANN401
+def _keep_times(conditions: list[Object], before: Any) -> list[Object]:
     known = {item["type"]: item for item in before}
     for item in conditions:
         was = known.get(item["type"])

@@ -35,8 +35,24 @@ JOB_NICE = 5
 """Jobs give way to what serves users."""
 
 _PASSED_ON = frozenset(
-    "HOME USER LOGNAME LANG LC_ALL TZ TMPDIR VIRTUAL_ENV LD_LIBRARY_PATH CUDA_HOME CUDA_VISIBLE_DEVICES "
-    "NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE".split()  # noqa: SIM905
+    [
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "LANG",
+        "LC_ALL",
+        "TZ",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "LD_LIBRARY_PATH",
+        "CUDA_HOME",
+        "CUDA_VISIBLE_DEVICES",
+        "NVIDIA_VISIBLE_DEVICES",
+        "NVIDIA_DRIVER_CAPABILITIES",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+    ]
 )
 
 
@@ -183,8 +199,8 @@ class Runner:
         return time.time() >= state.finished + wait or time.time() < state.finished  # a clock set back must not wait
 
     def _start(self, pod: Object, memory: _Memory, container: Object, box: Container) -> bool:
-        number = (box.last_attempt() if box.last_attempt() is not None else -1) or 0
-        number = 0 if box.last_attempt() is None else number + 1
+        last = box.last_attempt()
+        number = 0 if last is None else last + 1
         try:
             spec = self._render(pod, container, box.folder / str(number))
         except KeyError as error:
@@ -212,13 +228,15 @@ class Runner:
             "cwd": translation.text(cwd) if cwd else str(work),
             "log": str(log),
             "nice": JOB_NICE if podstatus.is_of_job(pod) else 0,
+            "message_from_log": container.get("terminationMessagePolicy") == "FallbackToLogsOnError",
         }
 
     def _base_environment(self, pod: Object) -> dict[str, str]:
         own = str(Path(sys.executable).parent)
         env = {name: value for name, value in os.environ.items() if name in _PASSED_ON}
         env["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
-        return env | {"HOSTNAME": pod["spec"].get("hostname", pod["metadata"]["name"])} | self.settings.environment
+        env["HOSTNAME"] = str(pod["spec"].get("hostname", pod["metadata"]["name"]))
+        return {**env, **self.settings.environment}
 
     def _translation(self, pod: Object, container: Object, folder: Path) -> podspec.Translation:
         mounts = volumes.targets(pod, container, self._folder(pod), self.data)
@@ -333,7 +351,7 @@ class Runner:
             history = self._box(pod, name).history() if state.attempt else []
             facts[name] = podstatus.Fact(
                 state=state,
-                last=next((h for h in reversed(history) if h.attempt < state.attempt or not h.attempt == state.attempt), None),
+                last=next((past for past in reversed(history) if past.attempt < state.attempt), None),
                 reason=memory.reasons.get(name, ""),
                 is_started=is_running and watcher is not None and watcher.is_started,
                 is_ready=is_running and watcher is not None and watcher.is_ready,

@@ -2,12 +2,13 @@
 
 Started by ``runner`` as ``python -S -E -s shim.py FOLDER``; reads FOLDER/spec.json and writes FOLDER/pid.json when
 the container runs and FOLDER/exit.json when nothing of it is left. It holds a lock on FOLDER/lock while it lives,
-so that a controller that comes back knows whether it does, and so that two shims never start one container. It outlives the
-controller. SIGTERM is passed to the container's first process, SIGUSR1 kills all of it.
+so that a controller that comes back knows whether it does, and so that two shims never start one container. It
+outlives the controller. SIGTERM is passed to the container's first process, SIGUSR1 kills all of it.
 
 Standard library only, and little of it: it must start in a few milliseconds.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -80,7 +81,7 @@ def _become(spec: dict, libc: ctypes.CDLL) -> None:  # type: ignore[type-arg]
         os.chdir(spec["cwd"])
         os.environ["PATH"] = spec["env"].get("PATH", os.defpath)  # execvpe looks there
         os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606  (no shell is wanted)
-    except BaseException as error:  # noqa: BLE001  (whatever it is, this process must end here)
+    except BaseException as error:
         os.write(2, f"cannot start {spec['argv'][0]!r}: {error}\n".encode())
         os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_EXECUTE)
 
@@ -106,10 +107,8 @@ def _wait(child: int, signals: set) -> int:  # type: ignore[type-arg]
 
 def _kill_rest(child: int) -> None:
     """Kill what the container left behind: its process group, then every orphan that came to us."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     while True:
         for pid in _children():
             _signal(pid, signal.SIGKILL)
@@ -134,10 +133,8 @@ def _children() -> list:  # type: ignore[type-arg]
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _write(name: str, data: dict) -> None:  # type: ignore[type-arg]

@@ -25,7 +25,7 @@ Read = Callable[[str, str], Object | None]
 
 
 def targets(pod: Object, container: Object, pod_folder: Path, data: Path) -> dict[str, Path]:
-    """mountPath -> path on this machine, for every mount of the container; creates what must exist."""
+    """MountPath -> path on this machine, for every mount of the container; creates what must exist."""
     volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", ())}
     result = {}
     for mount in container.get("volumeMounts", ()):
@@ -127,4 +127,6 @@ def _write_atomically(folder: Path, contents: Mapping[str, tuple[bytes, int]]) -
 
 def _equals(folder: Path, contents: Mapping[str, tuple[bytes, int]]) -> bool:
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return files == set(contents) and all((folder / name).read_bytes() == value for name, (value, _) in contents.items())
+    return files == set(contents) and all(
+        (folder / name).read_bytes() == value for name, (value, _) in contents.items()
+    )

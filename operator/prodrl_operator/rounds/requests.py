@@ -1,0 +1,102 @@
+"""The one-shot verbs of ``spec.requests``: abort, approve, retry. Called by ``decide`` and the step files.
+
+Each names what it is about, so that Git can hold it for ever: once handled it does nothing more.
+"""
+
+from __future__ import annotations
+
+from prodrl_operator.api.round import GateStatus
+from prodrl_operator.api.run import HandledRequests
+from prodrl_operator.names import Reason, Step, Verdict
+from prodrl_operator.rounds import times, transitions
+from prodrl_operator.rounds.decision import Note, Outcome
+from prodrl_operator.rounds.observed import Observed
+from prodrl_operator.rounds.turn import Turn
+
+
+def is_approved(turn: Turn) -> bool:
+    """Whether a person approved this round."""
+    wanted, handled = turn.run.spec.requests.approve_round, turn.run.status.handled_requests.approve_round
+    return turn.number > 0 and turn.number in (wanted, handled)
+
+
+def wants_abort(observed: Observed) -> bool:
+    """Whether an abort was asked for that nothing has answered yet."""
+    wanted = observed.run.spec.requests.abort_round
+    return wanted != 0 and wanted != observed.run.status.handled_requests.abort_round
+
+
+def wants_retry(observed: Observed) -> bool:
+    """Whether a new retry token was set."""
+    wanted = observed.run.spec.requests.retry_token
+    return wanted not in ("", observed.run.status.handled_requests.retry_token)
+
+
+def is_spec_new(observed: Observed) -> bool:
+    """Whether the spec was edited since the last status."""
+    seen = observed.run.status.observed_generation
+    return seen is not None and seen != observed.run.metadata.get("generation")
+
+
+def abort(turn: Turn) -> Outcome | None:
+    """The current round ends at once, unless it is promoted already or another round was meant."""
+    wanted = turn.run.spec.requests.abort_round
+    stable = turn.run.status.stable
+    is_committed = stable is not None and stable.round == turn.number
+    if wanted != turn.number or is_committed:
+        return None
+    return turn.end(Step.ABORTED, Reason.ABORTED, f"requests.abortRound: {wanted}")
+
+
+def handled(observed: Observed) -> tuple[HandledRequests, tuple[Note, ...]]:
+    """Both verbs as handled, and what is to be said of one that had nothing to act on."""
+    wanted, seen = observed.run.spec.requests, observed.run.status.handled_requests
+    update: dict[str, object] = {}
+    notes: list[Note] = []
+    if wants_abort(observed):
+        update["abort_round"] = wanted.abort_round
+        named = observed.rounds.get(wanted.abort_round)
+        if named is None or named.status.step != Step.ABORTED:
+            text = f"requests.abortRound: {wanted.abort_round} is not the current round; nothing was done"
+            notes.append(Note(Reason.REQUEST_IGNORED, text, key=f"abort/{wanted.abort_round}"))
+    if wants_retry(observed):
+        update["retry_token"] = wanted.retry_token
+    return (seen.model_copy(update=update) if update else seen), tuple(notes)
+
+
+def retry(turn: Turn) -> Outcome | None:
+    """A failed round goes on from the step that failed; an inconclusive gate is measured again."""
+    if turn.status.step == Step.FAILED:
+        return _resume(turn, _resume_step(turn))
+    if turn.status.step == Step.GATING and turn.status.gate.verdict == Verdict.INCONCLUSIVE:
+        return _measure_again(turn)
+    return None
+
+
+def _resume_step(turn: Turn) -> Step:
+    failed = transitions.last_working_step(turn.status)
+    # The candidate's servers were removed when the round failed.
+    return Step.CANARY_DEPLOYING if failed in (Step.GATING, Step.PROMOTING) else failed
+
+
+def _resume(turn: Turn, step: Step) -> Outcome:
+    is_redeployed = step is Step.CANARY_DEPLOYING
+    # A gate measured before the servers went away says nothing of the new ones.
+    attempt = transitions.attempt_of(turn.status, Step.GATING if is_redeployed else step)
+    fresh = attempt.model_copy(update={"number": attempt.number + 1, "failures": 0, "disruptions": 0})
+    status = transitions.with_attempt(turn.status, fresh)
+    if is_redeployed:
+        status = status.model_copy(update={"gate": GateStatus()})
+    gone = turn.go(step, status=status, message="tries again")
+    note = Note(Reason.RETRY_REQUESTED, f"round {turn.number} tries {step} again", turn.number, key=turn.key)
+    return Outcome(gone.round, gone.changes, (note,), 0.0)
+
+
+def _measure_again(turn: Turn) -> Outcome:
+    attempt = transitions.attempt_of(turn.status, Step.GATING)
+    fresh = attempt.model_copy(update={"number": attempt.number + 1, "failures": 0, "disruptions": 0})
+    status = transitions.with_attempt(turn.status, fresh).model_copy(
+        update={"gate": GateStatus(), "reason": None, "message": "measures again", "since": times.stamp(turn.now)}
+    )
+    note = Note(Reason.RETRY_REQUESTED, f"round {turn.number} is measured again", turn.number, key=turn.key)
+    return Outcome(status, {}, (note,), 0.0)

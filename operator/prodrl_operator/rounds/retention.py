@@ -1,0 +1,34 @@
+"""Which finished ProdRLRound objects may go. Called by ``planning``; pure."""
+
+from __future__ import annotations
+
+from prodrl_operator.names import TERMINAL, Step
+from prodrl_operator.rounds.observed import Observed
+
+
+def protected(observed: Observed) -> set[int]:
+    """Rounds that something still needs: what is served, what is in work, and what that was made from."""
+    status = observed.run.status
+    kept = {policy.round for policy in (status.stable, status.previous) if policy is not None}
+    kept |= {status.lineage_round} | set(observed.servings)
+    if status.halted_round is not None:
+        kept.add(status.halted_round)
+    for number, this in observed.rounds.items():
+        if observed.is_unfinished(number):
+            lineage = this.status.lineage_round
+            kept |= {number, this.spec.lineage_round if lineage is None else lineage}
+            if this.spec.source is not None:
+                kept.add(this.spec.source.round)
+    return kept
+
+
+def expired(observed: Observed) -> list[int]:
+    """Finished rounds beyond ``rounds.historyLimit``, oldest first, without the protected."""
+    finished = [
+        number
+        for number in observed.numbers
+        if number <= observed.last_accounted and Step(observed.rounds[number].status.step) in TERMINAL
+    ]
+    surplus = finished[: max(len(finished) - observed.run.spec.rounds.history_limit, 0)]
+    kept = protected(observed)
+    return [number for number in surplus if number not in kept]

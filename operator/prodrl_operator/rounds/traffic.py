@@ -1,0 +1,120 @@
+"""Which policies must be served and who gets which share of new conversations, from status alone. Called by ``decide``,
+``planning`` and ``observing``: the answer is derived anew on every pass and stored nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from prodrl.config.serving import Route
+from prodrl_operator.api.round import Round, RoundStatus
+from prodrl_operator.api.run import Run
+from prodrl_operator.names import Reason, Step, Verdict
+from prodrl_operator.rounds import times
+from prodrl_operator.rounds.observed import Observed
+
+CANDIDATE_STEPS = frozenset({Step.CANARY_DEPLOYING, Step.GATING, Step.PROMOTING})
+
+
+@dataclass(frozen=True)
+class Servings:
+    """Rounds whose policies are served."""
+
+    required: frozenset[int]
+    """Must exist."""
+    kept: frozenset[int]
+    """May go on until their conversations ended; never created."""
+    displaced: frozenset[int]
+    """Gave their hardware away and come back (surge Replace)."""
+
+
+def candidate(observed: Observed) -> Round | None:
+    """The round whose policy is on its way to users, if there is one that is not stable yet."""
+    current, stable = observed.current, observed.run.status.stable
+    if current is None or current.status.policy is None or Step(current.status.step) not in CANDIDATE_STEPS:
+        return None
+    return None if stable is not None and stable.round == current.spec.number else current
+
+
+def is_replacing(observed: Observed) -> bool:
+    """Whether there is hardware for one policy only."""
+    numbers = observed.numbers
+    return bool(numbers) and observed.rounds[numbers[-1]].spec.settings.serving.surge == "Replace"
+
+
+def servings(observed: Observed, now: datetime) -> Servings:
+    """What must, and what may, exist now."""
+    stable, new = observed.run.status.stable, candidate(observed)
+    required = {stable.round} if stable else set()
+    displaced: set[int] = set()
+    if new is not None and new.spec.settings.serving.surge == "Replace" and stable is not None:
+        # Users get their hardware back while a person thinks.
+        if _awaits_person(new.status):
+            new = None
+        else:
+            displaced = {stable.round}
+            required = set()
+    if new is not None:
+        required.add(new.spec.number)
+    previous = observed.run.status.previous
+    kept = {previous.round} if previous and is_draining(observed, now) else set()
+    return Servings(frozenset(required), frozenset(kept - required), frozenset(displaced))
+
+
+def _awaits_person(status: RoundStatus) -> bool:
+    if status.step != Step.GATING:
+        return False
+    return status.gate.verdict == Verdict.INCONCLUSIVE or status.reason == Reason.AWAITING_APPROVAL
+
+
+def is_draining(observed: Observed, now: datetime) -> bool:
+    """Whether conversations may still go on with the policy before the last promotion."""
+    status = observed.run.status
+    if status.previous is None or status.stable is None:
+        return False
+    servers = observed.servings.get(status.previous.round)
+    if servers is None or servers.deleting:
+        return False
+    made_stable = observed.stable_round
+    seconds = (made_stable.spec.settings if made_stable else observed.run.spec).serving.drain_seconds
+    if times.elapsed_seconds(status.stable.since, now) >= seconds:
+        return False
+    # Only a gateway that knows the new routes can say that nothing begins there any more.
+    return not (observed.has_converged and observed.conversations(status.previous.digest) == 0)
+
+
+def canary_weight(run: Run, this: Round, status: RoundStatus) -> int:
+    """Percent of new conversations that shall begin on the candidate."""
+    canary, gate = status.gate.canary, status.gate
+    stable = run.status.stable
+    if canary is None or run.spec.suspend or (stable is not None and stable.round == this.spec.number):
+        return 0
+    steps = this.spec.settings.gate.canary.steps
+    is_judged = status.step == Step.PROMOTING and gate.verdict == Verdict.PASS
+    if not steps or not (is_judged or (status.step == Step.GATING and gate.verdict is None)):
+        return 0
+    return steps[min(canary.index, len(steps) - 1)].weight
+
+
+def routes(observed: Observed, now: datetime) -> tuple[Route, ...]:
+    """The gateway's table: stable, the candidate during its canary, the previous policy while it drains."""
+    status = observed.run.status
+    if status.stable is None or status.stable.round not in observed.urls:
+        return ()
+    is_deleting = "deletionTimestamp" in observed.run.metadata
+    new = None if is_deleting else candidate(observed)
+    others: list[Route] = []
+    if new is not None and new.status.gate.canary is not None and new.spec.number in observed.urls:
+        assert new.status.policy is not None, "a candidate has a policy"
+        others.append(_route(observed, new.spec.number, new.status.policy.digest, status.canary_weight))
+    draining = None if is_deleting else status.previous
+    if draining is not None and draining.round in observed.urls and is_draining(observed, now):
+        others.append(_route(observed, draining.round, draining.digest, 0))
+    others = [route for route in others if route.digest != status.stable.digest]
+    share = 100 - sum(route.weight for route in others)
+    return (_route(observed, status.stable.round, status.stable.digest, share), *others)
+
+
+def _route(observed: Observed, number: int, digest: str, weight: int) -> Route:
+    return Route(digest=digest, round=number, url=observed.urls[number], weight=weight)

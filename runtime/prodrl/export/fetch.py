@@ -1,0 +1,116 @@
+"""The command ``prodrl fetch``: one policy into a server's folder, verified, with the marker of its identity last.
+
+The init container of a server. The marker is what the recorder's readiness check reads: without it, or with another
+digest than the server was told, the server does not become ready.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from prodrl.config import FetchConfig, PolicyRef
+from prodrl.errors import DataError, UsageError, from_os_error
+from prodrl.export import identity
+from prodrl.records import Manifest
+from prodrl.store import open_store
+from prodrl.store.folders import fetch_folder, hash_file, read_manifest
+from prodrl.store.port import Store
+
+MARKER = ".prodrl-policy"
+STARTED = ".prodrl-fetching"
+"""Says that the folder is ours while it is incomplete, so that a new attempt may clear it."""
+INCOMING = ".prodrl-incoming"
+_NOT_OURS = frozenset({"lost+found"})
+
+
+def run(config: FetchConfig, dest: Path) -> None:
+    """Make ``dest`` hold exactly the policy; does nothing where it does already.
+
+    Raises:
+        DataError: The stored files or the digest are not those that the configuration names.
+        UsageError: ``dest`` holds files that did not come from here.
+    """
+    key = config.policy.key
+    store = open_store(config.store)
+    manifest = read_manifest(store, key)
+    digest = identity.of_manifest(manifest, key)
+    if digest != config.policy.digest:
+        raise DataError(f"Policy {key}: expected digest {config.policy.digest}, got {digest!r}; export the round again")
+    try:
+        if _holds(dest, manifest, config.policy):
+            return
+        _clear(dest)
+        _move_in(store, key, dest, manifest)
+        _write_marker(dest, config.policy)
+    except OSError as exc:
+        raise from_os_error(exc, f"Folder {dest}") from exc
+
+
+def read_marker(dest: Path) -> dict[str, object]:
+    """The marker's content; empty when there is none or it is damaged."""
+    try:
+        content = json.loads((dest / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _marker(policy: PolicyRef) -> dict[str, object]:
+    return {"digest": policy.digest, "round": policy.round}
+
+
+def _holds(dest: Path, manifest: Manifest, policy: PolicyRef) -> bool:
+    """Whether every file is there with its size and hash, and nothing else."""
+    if read_marker(dest) != _marker(policy):
+        return False
+    wanted = {file.path for file in manifest.files} | {MARKER, STARTED}
+    present = {path.relative_to(dest).as_posix() for path in dest.rglob("*") if path.is_file()}
+    if not present <= wanted:
+        return False
+    for file in manifest.files:
+        path = dest / file.path
+        if not path.is_file() or path.stat().st_size != file.size or hash_file(path) != file.sha256:
+            return False
+    return True
+
+
+def _clear(dest: Path) -> None:
+    """Empty the folder of what an earlier fetch left; an engine loads every shard it finds.
+
+    The folder itself stays: it may be a mount point.
+    """
+    dest.mkdir(parents=True, exist_ok=True)
+    present = [path for path in dest.iterdir() if path.name not in _NOT_OURS]
+    if present and not ((dest / MARKER).exists() or (dest / STARTED).exists()):
+        names = ", ".join(sorted(path.name for path in present)[:4])
+        raise UsageError(f"Folder {dest}: holds files of someone else, got {names}; give an empty folder to --to")
+    (dest / STARTED).touch()
+    (dest / MARKER).unlink(missing_ok=True)
+    for path in present:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in (STARTED, MARKER):
+            path.unlink()
+
+
+def _move_in(store: Store, key: str, dest: Path, manifest: Manifest) -> None:
+    """Fetch beside the place of the files, on the same volume, and move them in once all are verified."""
+    incoming = dest / INCOMING
+    fetch_folder(store, key, incoming, expect_digest=manifest.digest())
+    for path in incoming.iterdir():
+        path.rename(dest / path.name)
+    incoming.rmdir()
+
+
+def _write_marker(dest: Path, policy: PolicyRef) -> None:
+    """Last of all, and atomically: whoever sees the marker sees the whole policy."""
+    partial = dest / (MARKER + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(_marker(policy), file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(dest / MARKER)
+    (dest / STARTED).unlink(missing_ok=True)
