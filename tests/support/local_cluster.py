@@ -92,7 +92,9 @@ def finished(cluster: LocalCluster, name: str) -> Object:
 
     def look() -> Object | None:
         status = cluster.store.get(port.JOB, "default", name).get("status", {})
-        ends = [c for c in status.get("conditions", ()) if c["type"] in ("Complete", "Failed") and c["status"] == "True"]
+        ends = [
+            c for c in status.get("conditions", ()) if c["type"] in ("Complete", "Failed") and c["status"] == "True"
+        ]
         return status | {"end": ends[0]} if ends else None
 
     return eventually(look)

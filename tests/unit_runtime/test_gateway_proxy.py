@@ -306,9 +306,9 @@ async def test_an_endless_header_is_cut():
     async with running(max_header_bytes=2000) as gw:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gw.url.rpartition(":")[2]))
         writer.write(b"POST /v1/x HTTP/1.1\r\nHost: h\r\nX-Long: ")
-        for _ in range(20):
+        for _ in range(2):
             writer.write(b"x" * 1000)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
         assert (await reader.readline()).startswith(b"HTTP/1.1 431 ")
         writer.close()
 

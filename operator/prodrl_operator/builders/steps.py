@@ -94,7 +94,7 @@ def train_config(run: Run, this: Round, inputs: StepInputs) -> TrainConfig:
     assert dataset is not None, "Training follows Collecting"
     assert inputs.lineage is not None, "a training round has a lineage"
     assert inputs.source is not None, "a training round has a source policy"
-    cold = inputs.lineage.status.checkpoint is None
+    checkpoint = inputs.lineage.status.checkpoint
     correction, optimizer = training.correction, training.optimizer
     return TrainConfig(
         store=store_config(settings),
@@ -103,7 +103,7 @@ def train_config(run: Run, this: Round, inputs: StepInputs) -> TrainConfig:
         dataset_key=dataset.key,
         dataset_digest=dataset.digest,
         init_weights_key=weights_key(inputs.lineage),
-        init_checkpoint_key=None if cold else inputs.lineage.status.checkpoint.key,
+        init_checkpoint_key=checkpoint.key if checkpoint else None,
         reference_weights_key=policy_ref(inputs.source).key if correction.type == "ReferenceModel" else None,
         steps=settings.rounds.steps,
         batch_size=settings.rounds.batch_size,

@@ -14,6 +14,9 @@ from typing import Any, Literal, Protocol
 Object = dict[str, Any]
 """A Kubernetes object."""
 
+Finalizers = list[str]
+"""Spelled here because a method of the port is called ``list``."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -88,7 +91,7 @@ class Cluster(Protocol):
         """PUT of the status subresource; ``metadata.resourceVersion`` must be the present one (ConflictError)."""
         ...
 
-    def set_finalizers(self, manifest: Object, finalizers: list[str]) -> Object:
+    def set_finalizers(self, manifest: Object, finalizers: Finalizers) -> Object:
         """Replace ``metadata.finalizers`` under the object's resourceVersion (ConflictError)."""
         ...
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from prodrl.config import AgreementFigures, EvaluateConfig, EvaluateResult, EvaluationConfig, PairedFigures
-from prodrl.errors import UsageError, from_os_error
+from prodrl.errors import DataError, UsageError, from_os_error
 from prodrl.evaluate import agreement, paired, play, suites
 from prodrl.evaluate.chat import ChatClient
 from prodrl.evaluate.reference import Reference
@@ -95,7 +95,7 @@ async def _measure(config: EvaluateConfig, progress: Progress, work: Path) -> Ev
 async def _agreement(bench: _Bench) -> AgreementFigures:
     """The candidate's figure and, where there is a stable policy, the same figure of it on the same samples."""
     config = bench.config
-    bench.progress.set(message="agreement of the candidate")
+    bench.progress.set(bench.progress.done, message="agreement of the candidate")
     reference = _reference(bench, config.weights_key, "candidate-weights")
     probes = await _probes(bench, reference)
     ours = await _compared(bench, bench.candidate, reference, probes)
@@ -104,7 +104,7 @@ async def _agreement(bench: _Bench) -> AgreementFigures:
     del reference  # both do not fit beside each other
     theirs = None
     if bench.stable is not None and config.stable_weights_key is not None:
-        bench.progress.set(message="agreement of stable")
+        bench.progress.set(bench.progress.done, message="agreement of stable")
         reference = _reference(bench, config.stable_weights_key, "stable-weights")
         theirs = await _compared(bench, bench.stable, reference, probes)
     bench.progress.advance()
@@ -154,7 +154,7 @@ async def _smoke(client: ChatClient, probe: agreement.Probe) -> None:
 async def _evaluation(bench: _Bench, evaluation: EvaluationConfig) -> tuple[PairedFigures, list[dict[str, Any]]]:
     config, name = bench.config, evaluation.name
     assert bench.stable is not None, "run() refuses evaluations without a stable policy"
-    bench.progress.set(message=f"evaluation {name}")
+    bench.progress.set(bench.progress.done, message=f"evaluation {name}")
     folder = bench.work / f"suite-{name}"
     if evaluation.suite_key is not None:
         fetch_folder(bench.store, evaluation.suite_key, folder)

@@ -15,14 +15,12 @@ from prodrl.config import FetchConfig, PolicyRef
 from prodrl.errors import DataError, UsageError, from_os_error
 from prodrl.export import identity
 from prodrl.records import Manifest
-from prodrl.store import open_store
-from prodrl.store.folders import fetch_folder, hash_file, read_manifest
-from prodrl.store.port import Store
+from prodrl.store import layout, open_store
+from prodrl.store.folders import fetch_folder, file_entry, read_manifest
 
 MARKER = ".prodrl-policy"
 STARTED = ".prodrl-fetching"
 """Says that the folder is ours while it is incomplete, so that a new attempt may clear it."""
-INCOMING = ".prodrl-incoming"
 _NOT_OURS = frozenset({"lost+found"})
 
 
@@ -43,7 +41,7 @@ def run(config: FetchConfig, dest: Path) -> None:
         if _holds(dest, manifest, config.policy):
             return
         _clear(dest)
-        _move_in(store, key, dest, manifest)
+        fetch_folder(store, key, dest, expect_digest=manifest.digest())
         _write_marker(dest, config.policy)
     except OSError as exc:
         raise from_os_error(exc, f"Folder {dest}") from exc
@@ -66,15 +64,11 @@ def _holds(dest: Path, manifest: Manifest, policy: PolicyRef) -> bool:
     """Whether every file is there with its size and hash, and nothing else."""
     if read_marker(dest) != _marker(policy):
         return False
-    wanted = {file.path for file in manifest.files} | {MARKER, STARTED}
+    wanted = {file.path for file in manifest.files} | {MARKER, STARTED, layout.MANIFEST}
     present = {path.relative_to(dest).as_posix() for path in dest.rglob("*") if path.is_file()}
     if not present <= wanted:
         return False
-    for file in manifest.files:
-        path = dest / file.path
-        if not path.is_file() or path.stat().st_size != file.size or hash_file(path) != file.sha256:
-            return False
-    return True
+    return all((dest / file.path).is_file() and file_entry(dest, dest / file.path) == file for file in manifest.files)
 
 
 def _clear(dest: Path) -> None:
@@ -94,15 +88,6 @@ def _clear(dest: Path) -> None:
             shutil.rmtree(path)
         elif path.name not in (STARTED, MARKER):
             path.unlink()
-
-
-def _move_in(store: Store, key: str, dest: Path, manifest: Manifest) -> None:
-    """Fetch beside the place of the files, on the same volume, and move them in once all are verified."""
-    incoming = dest / INCOMING
-    fetch_folder(store, key, incoming, expect_digest=manifest.digest())
-    for path in incoming.iterdir():
-        path.rename(dest / path.name)
-    incoming.rmdir()
 
 
 def _write_marker(dest: Path, policy: PolicyRef) -> None:

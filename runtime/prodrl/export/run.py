@@ -18,7 +18,7 @@ from prodrl.export import calibration, identity, quantise, source, verify
 from prodrl.progress import Progress, check_stop
 from prodrl.records import Manifest
 from prodrl.store import layout, open_store
-from prodrl.store.folders import exists, fetch_folder, manifest_for, read_manifest, write_folder
+from prodrl.store.folders import exists, fetch_folder, file_entry, read_manifest, write_folder
 from prodrl.store.port import Store
 
 STAGES = 5
@@ -65,7 +65,7 @@ def _export(store: Store, config: ExportConfig, progress: Progress, work: Path) 
     source.copy_companions(weights, exported)
     verify.check_export(exported, weights, quantised=config.quantization != "None")
     _stage(progress, 4, "writing the policy")
-    files = manifest_for(exported, identity.KIND, {}).files
+    files = [file_entry(exported, path) for path in exported.rglob("*") if path.is_file()]
     attributes[identity.POLICY_DIGEST] = identity.policy_digest(files, config.engine_args)
     manifest = write_folder(store, layout.policy(config.round), exported, kind=identity.KIND, attributes=attributes)
     progress.set(STAGES, message="written")

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from prodrl.config import ExportConfig
 from prodrl.errors import DataError, UsageError
@@ -72,7 +73,7 @@ def _check_index(folder: Path, named: str) -> None:
         raise UsageError(f"Model {named}: shards of {INDEX} are missing, {', '.join(absent)}; copy the whole model")
 
 
-def read_json(path: Path, named: str) -> dict[str, object]:
+def read_json(path: Path, named: str) -> dict[str, Any]:
     """A JSON object of the model's folder."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

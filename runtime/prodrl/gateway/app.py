@@ -13,7 +13,7 @@ from prodrl.gateway.stats import Stats, Trails
 from prodrl.records import FeedbackEntry
 
 MAX_RUNNING = 1024
-"""Requests in progress; past it new ones are answered 503."""
+"""Requests in progress of each kind (model, feedback); past it new ones are answered 503."""
 _MANAGEMENT = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 """Endpoints of the engine that change it: not for users."""
 
@@ -69,7 +69,8 @@ def make_app(deps: Deps) -> wire.App:
 class _Traffic:
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
-        self._running = 0
+        self._running = {"feedback": 0, "model": 0}
+        """Requests in progress; apart, so that a store that hangs cannot keep users from the model."""
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         if scope["type"] != "http":
@@ -81,17 +82,19 @@ class _Traffic:
             if scope["path"] in ("/healthz", "/readyz"):
                 await self._health(scope["path"], send)
                 return
-            customer = self._admit(scope)
-            self._running += 1
+            kind = "feedback" if scope["path"] == "/v1/feedback" else "model"
+            customer = self._admit(scope, kind)
+            self._running[kind] += 1
             try:
                 body = await wire.read_body(receive, headers, self._deps.max_body_bytes)
-                if scope["path"] == "/v1/feedback":
+                if kind == "feedback":
                     await self._feedback(customer, headers, body, send)
                     return
                 exchange = _exchange(scope, customer, body)
+                del body  # the exchange lets go of it when the answer begins
                 await self._deps.proxy.handle(exchange, receive, send)
             finally:
-                self._running -= 1
+                self._running[kind] -= 1
         except wire.ClientGoneError:
             return
         except wire.Refusal as refusal:
@@ -107,7 +110,7 @@ class _Traffic:
         content = {"routes": self._deps.router.table is not None, "feedback": self._deps.feedback.is_ready}
         await wire.send_json(send, 503, content)
 
-    def _admit(self, scope: wire.Scope) -> str:
+    def _admit(self, scope: wire.Scope, kind: str) -> str:
         """The name of the customer, for a request that may go on."""
         deps, headers, path = self._deps, scope["headers"], scope["path"]
         if sum(len(name) + len(value) + 4 for name, value in headers) > deps.max_header_bytes:
@@ -121,9 +124,9 @@ class _Traffic:
             )
         if not path.startswith("/v1/") or path in _MANAGEMENT or {".", ".."} & set(path.split("/")):
             raise wire.Refusal(404, "Path: not served here; use /v1/...", code="not_found")
-        if path == "/v1/feedback" and scope["method"] != "POST":
+        if kind == "feedback" and scope["method"] != "POST":
             raise wire.Refusal(405, f"Feedback: POST only, got {scope['method']}", code="method_not_allowed")
-        if self._running >= deps.max_running:
+        if self._running[kind] >= deps.max_running:
             deps.stats.count("overloaded")
             raise wire.Refusal(
                 503, "Gateway: too many requests are running; try again", code="overloaded", retry_after=1
@@ -134,7 +137,9 @@ class _Traffic:
         deps = self._deps
         header_key = wire.header(headers, b"idempotency-key")
         try:
-            drafts, is_batch = feedback.parse(body, customer, header_key.decode("latin-1") if header_key else None)
+            drafts, is_batch = feedback.parse(
+                body, customer, identity.name_in_header(header_key) if header_key else None
+            )
             entries = [draft.entry(segments.now_ms(), *deps.trails.of(draft.trajectory_id)) for draft in drafts]
             receipts = await deps.feedback.accept(drafts, entries)
         except wire.Refusal:
@@ -168,11 +173,8 @@ def _receipt(receipt: segments.Receipt) -> dict[str, str | bool]:
 
 
 def _credential(headers: wire.Headers) -> bytes | None:
-    authorization = wire.header(headers, b"authorization")
-    if authorization is not None:
-        kind, _, credential = authorization.partition(b" ")
-        return credential.strip() if kind.lower() == b"bearer" else None
-    return wire.header(headers, b"x-api-key")
+    kind, _, credential = (wire.header(headers, b"authorization") or b"").partition(b" ")
+    return credential.strip() if kind.lower() == b"bearer" else wire.header(headers, b"x-api-key")
 
 
 def _exchange(scope: wire.Scope, customer: str, body: bytes) -> Exchange:

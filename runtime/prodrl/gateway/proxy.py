@@ -153,25 +153,25 @@ class Proxy:
             if choice is None:
                 raise self._unavailable(exchange)
             digest = choice.route.digest
-            if router.health.is_down(digest, now) and self._may_leave(exchange, digest, avoid):
-                if not router.health.may_probe(digest, now):
-                    avoid.add(digest)
-                    continue
-                deadline = now
+            is_skipped = router.health.is_down(digest, now) and self._may_leave(exchange, digest, avoid)
+            if is_skipped and not router.health.may_probe(digest, now):
+                avoid.add(digest)
+                continue
             self._enter(exchange, choice)
             answer = await self._attempt(exchange, choice.route)
             if answer is not None:
                 return answer
             now = time.monotonic()
-            wait = pause * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
-            if now + wait >= deadline:
-                if not self._may_leave(exchange, digest, avoid):
-                    raise self._unavailable(exchange)
+            may_leave = self._may_leave(exchange, digest, avoid)
+            if may_leave and (now >= deadline or router.health.is_down(digest, now)):
                 avoid.add(digest)
                 deadline = now + min(self._retry_seconds, _FAILOVER_SECONDS)
                 pause = _FIRST_PAUSE_SECONDS
+            elif now >= deadline:
+                raise self._unavailable(exchange)
             else:
-                await asyncio.sleep(wait)
+                jitter = random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
+                await asyncio.sleep(min(pause * jitter, deadline - now))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._stats.of(digest).retried += 1
 
@@ -220,6 +220,7 @@ class Proxy:
         if answer.status in (204, 304):
             headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
         exchange.is_started = True
+        exchange.body = b""
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         policy = self._stats.of(exchange.route.digest) if exchange.is_generating else stats.PolicyStats()
         size = 0

@@ -21,6 +21,7 @@ import pydantic
 import uvicorn
 import uvloop
 
+from prodrl import progress
 from prodrl.config import GatewayConfig, RouteTable
 from prodrl.errors import UsageError
 from prodrl.gateway import admin, app, keys, protocol, proxy, routing, segments, spool, stats, upstream, wire
@@ -92,6 +93,7 @@ class Gateway:
         self._traffic_server = self._server(app.make_app(self.deps))
         self._admin_server = self._server(admin.make_admin_app(admin_deps))
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopped = asyncio.Event()
 
     def _wire(self) -> app.Deps:
         trails = stats.Trails()
@@ -149,16 +151,16 @@ class Gateway:
         self._traffic_server.should_exit = True
         await traffic_task
         await self._log.close()
-        house.cancel()
-        await asyncio.gather(house, return_exceptions=True)
-        await self._save()
+        self._is_stopped.set()
+        await house
         self._admin_server.should_exit = True
         await admin_task
         await self._upstream.close()
 
     async def _keep_house(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
+        while not self._is_stopped.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopped.wait(), TICK_SECONDS)
             try:
                 await asyncio.to_thread(self._keys.refresh)
                 self.routes.refresh()
@@ -224,6 +226,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if progress.stop_requested.is_set():
+        return
     gateway = Gateway(config, settings, store)
     await gateway.start(traffic_socket, admin_socket)
     logger.info(

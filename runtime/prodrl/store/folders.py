@@ -77,7 +77,8 @@ def read_manifest(store: Store, key: str, expect_digest: str | None = None) -> M
         data = store.get(where)
     except KeyError as exc:
         raise DataError(
-            f"Folder {key}: has no manifest in {store.uri}; the step that writes it is not finished, or the key is wrong"
+            f"Folder {key}: has no manifest in {store.uri}; the step that writes it is not finished, or the key is "
+            "wrong"
         ) from exc
     manifest = parse_manifest(data, where)
     if expect_digest is not None and manifest.digest() != expect_digest:

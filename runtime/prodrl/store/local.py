@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from prodrl.errors import RuntimeFault, UsageError, from_os_error
 from prodrl.store import keys
 
+_CHUNK_BYTES = 4 * 1024 * 1024
 _STALE_SECONDS = 86_400
 """A temporary file this old belongs to a process that crashed."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
@@ -101,7 +102,7 @@ class LocalStore:
         """Copy a file in."""
         with self._writing(key) as (file, target):
             with path.open("rb") as source:
-                shutil.copyfileobj(source, file, 4 * 1024 * 1024)
+                shutil.copyfileobj(source, file, _CHUNK_BYTES)
             _flush(file)
             Path(file.name).replace(target)
 
@@ -112,14 +113,16 @@ class LocalStore:
         except OSError as exc:
             raise self._fault(exc, key) from exc
         try:
-            with source:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".partial-", delete=False) as file:
-                    with _removed_at_the_end(file.name):
-                        shutil.copyfileobj(source, file, 4 * 1024 * 1024)
-                        file.close()
-                        Path(file.name).chmod(0o644)
-                        Path(file.name).replace(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                source,
+                tempfile.NamedTemporaryFile(dir=path.parent, prefix=".partial-", delete=False) as file,
+                _removed_at_the_end(file.name),
+            ):
+                shutil.copyfileobj(source, file, _CHUNK_BYTES)
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)
+                Path(file.name).replace(path)
         except OSError as exc:
             raise from_os_error(exc, f"File {path}") from exc
 
@@ -144,9 +147,8 @@ class LocalStore:
             if not key.endswith("/"):
                 if key.startswith(prefix):
                     yield key
-            elif key != keys.TEMPORARY + "/" and (key.startswith(prefix) or prefix.startswith(key)):
-                if key >= after or after.startswith(key):
-                    yield from self._walk(Path(entry.path), key, after, prefix)
+            elif key != keys.TEMPORARY + "/" and _may_hold(key, prefix, after):
+                yield from self._walk(Path(entry.path), key, after, prefix)
 
     @contextlib.contextmanager
     def _writing(self, key: str) -> Iterator[tuple[BinaryIO, Path]]:
@@ -185,6 +187,12 @@ class LocalStore:
         if isinstance(exc, FileNotFoundError | IsADirectoryError | NotADirectoryError):
             return KeyError(key)
         return from_os_error(exc, self._name(key))
+
+
+def _may_hold(folder: str, prefix: str, after: str) -> bool:
+    """Whether a key below ``folder`` (with its slash) can begin with ``prefix`` and sort after ``after``."""
+    is_inside = folder.startswith(prefix) or prefix.startswith(folder)
+    return is_inside and (folder >= after or after.startswith(folder))
 
 
 @contextlib.contextmanager

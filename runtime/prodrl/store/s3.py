@@ -38,33 +38,20 @@ _MARK = "prodrl-write"
 _CONFLICT_TRIES = 8
 _MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
 _REFUSED = frozenset(
-    [
+    {
+        "401",
+        "403",
         "AccessDenied",
         "AllAccessDisabled",
-        "AccountProblem",
         "ExpiredToken",
         "InvalidAccessKeyId",
-        "InvalidSecurity",
         "InvalidToken",
         "SignatureDoesNotMatch",
         "TokenRefreshRequired",
-        "UnauthorizedAccess",
-        "XMinioAdminNoSuchUser",
-        "401",
-        "403",
-    ]
+    }
 )
 _FULL = frozenset(
-    [
-        "QuotaExceeded",
-        "StorageFull",
-        "InsufficientStorage",
-        "XMinioStorageFull",
-        "XMinioAdminBucketQuotaExceeded",
-        "BucketQuotaExceeded",
-        "InsufficientCapacity",
-        "507",
-    ]
+    {"507", "BucketQuotaExceeded", "InsufficientStorage", "QuotaExceeded", "StorageFull", "XMinioStorageFull"}
 )
 _NO_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,

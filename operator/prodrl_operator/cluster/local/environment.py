@@ -49,7 +49,8 @@ class LocalCluster:
     Args:
         data: The data folder; created when missing. One controller at a time.
         crds: The CustomResourceDefinitions to serve.
-        publish: Service name -> port of 127.0.0.1 at which the Service's first port is offered, too.
+        publish: Service name -> port of 127.0.0.1 at which the Service's first port is offered, too; 0 chooses one
+            that is free (and the next start keeps it). ``published`` has the choice.
         settings: Back-offs, stop time, variables for every container.
 
     Example:
@@ -71,7 +72,6 @@ class LocalCluster:
             raise InvalidError(f"local environment: needs Linux, got {sys.platform!r}; use a cluster")
         self.data = data.resolve()
         self.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.publish = dict(publish or {})
         self.settings = settings or Settings()
         self.failures = 0
         """Steps of the loop that raised; each is logged."""
@@ -79,7 +79,8 @@ class LocalCluster:
         self._acquire()
         try:
             self._proxy = Container(self.data / "proxy")
-            self._check_published()
+            self.published = self._choose_ports(dict(publish or {}))
+            """Service name -> port of 127.0.0.1."""
             self.store = ObjectStore(self.data / "state.db", crds=crds, admit=podspec.check)
             addresses = network.Addresses(self.data)
             back_off = jobs.BackOff(self.settings.back_off_base, self.settings.back_off_limit)
@@ -128,17 +129,25 @@ class LocalCluster:
             raise InvalidError(f"{message}; stop that one, or choose another folder with --data") from error
         (self.data / "owner.json").write_text(json.dumps({"pid": os.getpid()}))
 
-    def _check_published(self) -> None:
+    def _choose_ports(self, publish: dict[str, int]) -> dict[str, int]:
         """A published port must be free, unless our own proxy of an earlier start holds it."""
-        state = self._proxy.state()
-        held: list[Object] = []
-        if state.phase == "running":
-            held = containers.read_json_list(self.data / "proxy" / "endpoints.json")
+        held = containers.read_json_list(self.data / "proxy" / "endpoints.json") if self._proxy_runs() else []
         ours = {item["port"] for item in held if item["host"] == "127.0.0.1" and item["targets"]}
-        for service, port in self.publish.items():
+        before = containers.read_json(self.data / "published.json") or {}
+        chosen = {}
+        for service, wanted in publish.items():
+            port = wanted or before.get(service, 0)
             if port not in ours and not network.can_bind("127.0.0.1", [port]):
-                message = f"port {port} of 127.0.0.1 (for Service {service}): is in use by another process"
-                raise InvalidError(f"{message}; stop that one, or choose another port")
+                if wanted:
+                    message = f"port {port} of 127.0.0.1 (for Service {service}): is in use by another process"
+                    raise InvalidError(f"{message}; stop that one, or choose another port")
+                port = 0
+            chosen[service] = port or network.free_port("127.0.0.1")
+        (self.data / "published.json").write_text(json.dumps(chosen))
+        return chosen
+
+    def _proxy_runs(self) -> bool:
+        return self._proxy.state().phase == "running"
 
     def _loop(self) -> None:
         due = dict.fromkeys(("workloads", "volumes", "events"), 0.0)
@@ -167,7 +176,7 @@ class LocalCluster:
         """Tell the proxy the present endpoints and keep it running."""
         folder = self.data / "proxy"
         folder.mkdir(mode=0o700, exist_ok=True)
-        endpoints = self.workloads.listeners(self.publish)
+        endpoints = self.workloads.listeners(self.published)
         if endpoints != self._endpoints:
             temporary = folder / "endpoints.json.new"
             temporary.write_text(json.dumps(endpoints))

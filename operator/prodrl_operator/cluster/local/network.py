@@ -62,3 +62,10 @@ def can_bind(address: str, ports: Collection[int]) -> bool:
             except OSError:
                 return False
     return True
+
+
+def free_port(address: str) -> int:
+    """Any port that is free at the address now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((address, 0))
+        return int(listener.getsockname()[1])

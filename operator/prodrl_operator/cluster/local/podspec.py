@@ -5,8 +5,8 @@ Used by ``store`` (``check`` as admission) and ``runner`` (``render``). The tran
 - ``image`` is ignored: the command runs in the environment that the operator runs in, its ``bin`` first on PATH.
   The command must be explicit.
 - A mountPath does not exist on this machine. Wherever it stands as a path or the beginning of one in command, args,
-  env values, workingDir, exec probes and the text of mounted ConfigMaps, the folder of the volume replaces it. So
-  does the container's file for its termination message.
+  env values, workingDir and exec probes, the folder of the volume replaces it. So does the container's file for its
+  termination message. Texts of ConfigMaps keep their paths: they may be the user's own.
 - All pods share one network: each has a loopback address of its own, which replaces ``0.0.0.0``. There is no DNS:
   ``SERVICE.NAMESPACE.svc`` (with or without ``.cluster.local``) and ``://SERVICE`` become the Service's address,
   ``POD_HOSTNAME.SERVICE.NAMESPACE.svc`` the address of the Indexed Job's pod.
@@ -194,7 +194,7 @@ class Translation:
 
     def text(self, value: str) -> str:
         """Translate paths, the wildcard address and Service names."""
-        value = self._hosts(re.sub(r"(?<![\d.])0\.0\.0\.0(?![\d.])", self.pod_ip, value))
+        value = self.hosts(re.sub(r"(?<![\d.])0\.0\.0\.0(?![\d.])", self.pod_ip, value))
         if not self.paths:
             return value
         ordered = sorted((path.rstrip("/") or "/" for path in self.paths), key=len, reverse=True)
@@ -203,7 +203,8 @@ class Translation:
         lookup = {path.rstrip("/") or "/": target for path, target in self.paths.items()}
         return re.sub(pattern, lambda match: lookup[match[1]], value)
 
-    def _hosts(self, value: str) -> str:
+    def hosts(self, value: str) -> str:
+        """Translate Service names only."""
         label = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 
         def qualified(match: re.Match[str]) -> str:
@@ -215,7 +216,7 @@ class Translation:
         names = rf"(?:(?P<host>{label})\.)?(?P<service>{label})\.(?P<namespace>{label})\.svc(?:\.cluster\.local)?"
         value = re.sub(rf"(?<![\w.-]){names}(?![\w-]|\.\w)", qualified, value)
         names = rf"(?P<service>{label})(?:\.(?P<namespace>{label}))?"
-        return re.sub(rf"(?<=://){names}(?![\w-]|\.\w)", short, value)
+        return re.sub(rf"(?:(?<=http://)|(?<=https://)){names}(?![\w-]|\.\w)", short, value)
 
 
 def expand(text: str, env: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 5.0
+_ROUNDS = 5
 _CHUNK_BYTES = 1 << 16
 
 Address = tuple[str, int]
@@ -59,14 +60,16 @@ class Listener:
             up_writer.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        targets = list(self.targets)
-        for _ in targets:
-            self._turn += 1
-            host, port = targets[self._turn % len(targets)]
-            try:
-                return await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_SECONDS)
-            except (OSError, asyncio.TimeoutError):  # noqa: UP041  (the same class only from 3.11 on)
-                continue
+        for _ in range(_ROUNDS):
+            targets = list(self.targets)
+            for _ in targets:
+                self._turn += 1
+                host, port = targets[self._turn % len(targets)]
+                try:
+                    return await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_SECONDS)
+                except (OSError, asyncio.TimeoutError):  # noqa: UP041  (the same class only from 3.11 on)
+                    continue
+            await asyncio.sleep(_POLL_SECONDS)  # all targets died at once: the next endpoints may be on their way
         return None
 
 

@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 Object = dict[str, Any]
 
 NODE = "local"
+DRAIN_SECONDS = 0.4
+"""A pod leaves its Services this long before it is told to stop; Kubernetes needs a preStop sleep for that."""
 JOB_NICE = 5
 """Jobs give way to what serves users."""
 
@@ -76,6 +78,8 @@ class _Memory:
     term_at: dict[str, float] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     """Container -> why it waits."""
+    drained_at: float = 0.0
+    """When the pod, on its way out, has left the Services."""
 
 
 class Runner:
@@ -213,7 +217,7 @@ class Runner:
 
     def _render(self, pod: Object, container: Object, folder: Path) -> dict[str, Any]:
         translation = self._translation(pod, container, folder)
-        volumes.project(pod, container, self._folder(pod), self._read_object(pod), translation.text)
+        volumes.project(pod, container, self._folder(pod), self._read_object(pod), translation.hosts)
         pod_ip = pod["status"]["podIP"]
         declared = dict(podspec.environment(pod, container, pod_ip, self._read_texts(pod)))
         log = self.data / "logs" / f"{pod['metadata']['namespace']}_{pod['metadata']['name']}.{container['name']}.log"
@@ -275,6 +279,11 @@ class Runner:
     # The end of a pod.
 
     def _end_pod(self, pod: Object, memory: _Memory) -> None:
+        if any(c.get("ready") for c in pod.get("status", {}).get("containerStatuses", ())):
+            memory.drained_at = time.time() + DRAIN_SECONDS
+            self._edit(pod, podstatus.mark_not_ready)
+        if time.time() < memory.drained_at:
+            return
         is_over = True
         for container in [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]:
             name = container["name"]
@@ -292,8 +301,6 @@ class Runner:
             self._memory.pop(pod["metadata"]["uid"], None)
             shutil.rmtree(self._folder(pod), ignore_errors=True)
             self.store.remove(*_id(pod), uid=pod["metadata"]["uid"])
-        elif any(c.get("ready") for c in pod.get("status", {}).get("containerStatuses", ())):
-            self._edit(pod, podstatus.mark_not_ready)  # out of the Services before it stops answering
 
     def _ask_to_end(self, pod: Object, container: Object, box: Container) -> None:
         hook = (container.get("lifecycle") or {}).get("preStop")
@@ -392,9 +399,9 @@ class Runner:
                 continue
             for container in pod["spec"]["containers"]:
                 box = self._box(pod, container["name"])
-                text = self._translation(pod, container, box.folder / str(box.last_attempt() or 0)).text
+                hosts = self._translation(pod, container, box.folder / str(box.last_attempt() or 0)).hosts
                 try:
-                    volumes.project(pod, container, self._folder(pod), self._read_object(pod), text)
+                    volumes.project(pod, container, self._folder(pod), self._read_object(pod), hosts)
                 except KeyError as error:
                     _log.warning("pod %s: a mounted object is gone: %s", pod["metadata"]["name"], error)
 

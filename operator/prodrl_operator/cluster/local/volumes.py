@@ -4,7 +4,7 @@
   folder, kept. ``hostPath``: that path itself.
 - ``configMap`` and ``secret``: files as the kubelet writes them, each a link through ``..data`` to a folder that is
   replaced as a whole, so that a reader never sees half an update. They are written once for each container that
-  mounts them, because the text of a ConfigMap is translated (``podspec``) with that container's paths.
+  mounts them; Service names in the text of a ConfigMap become addresses (``podspec``).
 """
 
 from __future__ import annotations

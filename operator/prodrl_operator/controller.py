@@ -1,0 +1,260 @@
+"""The controller: observe, decide, act, one status write, then events. Called by ``handlers`` and by the local session.
+
+Level-based: every pass reads everything and derives everything; a watch only says where to look. A pass carries out
+at most one mutation of children and then writes statuses, the round's before the run's, each under its
+resourceVersion. A crash between any two of these calls converges, because only stored statuses lead to acts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from prodrl_operator import builders, names
+from prodrl_operator.acting import Actor, HinderedError, NotYetError
+from prodrl_operator.api.run import Run, RunStatus
+from prodrl_operator.builders import Platform
+from prodrl_operator.cluster import port
+from prodrl_operator.cluster.port import Cluster, Object, WatchEvent
+from prodrl_operator.errors import AlreadyExistsError, ConflictError, NotFoundError, OperatorError
+from prodrl_operator.gateway_admin import GatewayAdmin, HttpGatewayAdmin
+from prodrl_operator.names import Reason
+from prodrl_operator.observing import Observer, Snapshot
+from prodrl_operator.queueing import Key, WorkQueue
+from prodrl_operator.rounds import Decision, decide, starting, times
+from prodrl_operator.rounds.decision import Note
+
+_log = logging.getLogger(__name__)
+
+RESYNC_SECONDS = 60.0
+NOT_YET_SECONDS = 2.0
+HINDERED_SECONDS = 30.0
+LONGEST_BACKOFF_SECONDS = 60.0
+EVENT_MESSAGE = 1024
+
+
+def now_utc() -> datetime:
+    """The wall clock."""
+    return datetime.now(UTC)
+
+
+class Controller:
+    """Keeps all runs of a cluster, or of one namespace, turning.
+
+    Args:
+        cluster: The port.
+        platform: What differs between clusters.
+        clock: The time that deadlines are judged by.
+        gateway_admin: The gateways' admin port.
+        namespace: Only this one; None: all.
+        resync_seconds: Every run is looked at so often, whatever the watches say.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        platform: Platform,
+        *,
+        clock: Callable[[], datetime] = now_utc,
+        gateway_admin: GatewayAdmin | None = None,
+        namespace: str | None = None,
+        resync_seconds: float = RESYNC_SECONDS,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._namespace = namespace
+        self._resync_seconds = resync_seconds
+        self._admin: GatewayAdmin = gateway_admin or HttpGatewayAdmin()
+        self._observer = Observer(cluster, self._admin)
+        self._actor = Actor(cluster, platform)
+        self._failures: Counter[Key] = Counter()
+        self.queue = WorkQueue()
+        self.results: Counter[str] = Counter()
+        """Passes by result: ok, conflict, error."""
+        self.last_success: datetime | None = None
+        """For health checks."""
+
+    # One pass.
+
+    def reconcile(self, namespace: str, name: str) -> float | None:
+        """One pass over one run. Returns the seconds after which it wants another; None: when something changes."""
+        raw = self._cluster.get(port.RUN, namespace, name)
+        if raw is None:
+            return None
+        now = self._clock()
+        try:
+            parts = {"metadata": raw["metadata"], "spec": raw["spec"], "status": raw.get("status") or {}}
+            run = Run.model_validate(parts)
+        except ValidationError as exc:
+            return self._refuse(raw, exc, now)
+        snapshot = self._observer.observe(run, raw, now)
+        decision = decide(snapshot.observed, now)
+        self._push_routes(snapshot, decision)
+        return self._carry_out(snapshot, decision, now)
+
+    def _carry_out(self, snapshot: Snapshot, decision: Decision, now: datetime) -> float | None:
+        requeue = decision.requeue_after_seconds
+        try:
+            if self._actor.act(snapshot, decision.intents):
+                requeue = 0.0
+        except NotYetError as exc:
+            _log.info("%s", exc)
+            requeue = NOT_YET_SECONDS
+        except HinderedError as exc:
+            if "deletionTimestamp" in snapshot.observed.run.metadata:
+                raise
+            observed = dataclasses.replace(snapshot.observed, hindrance=exc.hindrance)
+            decision = dataclasses.replace(decide(observed, now), intents=())
+            requeue = HINDERED_SECONDS
+        self._write(snapshot, decision)
+        self._emit(snapshot, decision.events, now)
+        return requeue
+
+    def _refuse(self, raw: Object, exc: ValidationError, now: datetime) -> None:
+        """A spec that cannot even be read."""
+        faults = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in exc.errors()]
+        status = RunStatus.model_validate(raw.get("status") or {})
+        self._write_run(raw, status, starting.invalid(status, raw["metadata"].get("generation"), faults, now))
+
+    def _push_routes(self, snapshot: Snapshot, decision: Decision) -> None:
+        """Idempotent, and no mutation of the cluster: every replica that applied something else gets the table."""
+        if decision.routes is None:
+            return
+        table = builders.route_table(decision.routes)
+        for replica in snapshot.observed.replicas:
+            if replica.reachable and replica.version != table.version:
+                self._admin.push(replica.url, table)
+
+    def _write(self, snapshot: Snapshot, decision: Decision) -> None:
+        """The round first: what the run says is derived from it once more if the second write never happens."""
+        if decision.round_number is not None and decision.round_status is not None:
+            raw = snapshot.rounds[decision.round_number]
+            self._cluster.update_status({**raw, "status": _dump(decision.round_status)})
+        raw = snapshot.run
+        if any(type(intent).__name__ in ("AddFinalizer", "RemoveFinalizer") for intent in decision.intents):
+            return  # the object that was read is not the present one any more
+        self._write_run(raw, snapshot.observed.run.status, decision.run_status)
+
+    def _write_run(self, raw: Object, old: RunStatus, new: RunStatus) -> None:
+        if new != old:
+            self._cluster.update_status({**raw, "status": _dump(new)})
+
+    # Events.
+
+    def _emit(self, snapshot: Snapshot, notes: tuple[Note, ...], now: datetime) -> None:
+        for note in notes:
+            targets = [snapshot.run]
+            if note.number is not None and note.number in snapshot.rounds:
+                targets.append(snapshot.rounds[note.number])
+            for target in targets:
+                try:
+                    self._cluster.create(_event(target, note, now))
+                except AlreadyExistsError:
+                    continue
+                except OperatorError as exc:
+                    # Status is the source of truth; an event that is lost is lost.
+                    _log.warning("Event %s of %s: %s", note.reason, target["metadata"]["name"], exc)
+
+    # The loop.
+
+    def run_forever(self, stop: threading.Event) -> None:
+        """Work until ``stop`` is set. Blocks; one worker."""
+        unwatch = self._cluster.watch(self._hint)
+        closer = threading.Thread(target=lambda: (stop.wait(), self.queue.close()), name="controller-stop", daemon=True)
+        resync = threading.Thread(target=self._resync_until, args=(stop,), name="controller-resync", daemon=True)
+        closer.start()
+        resync.start()
+        try:
+            while not stop.is_set():
+                key = self.queue.get()
+                if key is not None:
+                    self.work(key)
+        finally:
+            unwatch()
+
+    def work(self, key: Key) -> None:
+        """One pass, with whatever went wrong turned into a delay: the edge where faults are logged and counted."""
+        delay: float | None
+        try:
+            delay = self.reconcile(*key)
+            self.results["ok"] += 1
+            self.last_success = self._clock()
+            self._failures.pop(key, None)
+        except (ConflictError, NotFoundError) as exc:
+            _log.debug("%s/%s: %s", *key, exc)
+            self.results["conflict"] += 1
+            delay = 0.0
+        except Exception as exc:
+            self.results["error"] += 1
+            self._failures[key] += 1
+            delay = min(2.0 ** min(self._failures[key] - 1, 10), LONGEST_BACKOFF_SECONDS)
+            known = isinstance(exc, OperatorError)
+            _log.error("%s/%s: %s; trying again in %g s", *key, exc, delay, exc_info=None if known else exc)
+        self.queue.done(key)
+        if delay is not None:
+            self.queue.add(key, delay)
+
+    def resync(self) -> None:
+        """Make every run due: what a watch missed is found here."""
+        for raw in self._cluster.list(port.RUN, self._namespace):
+            self.queue.add((raw["metadata"]["namespace"], raw["metadata"]["name"]))
+
+    def _resync_until(self, stop: threading.Event) -> None:
+        while True:
+            try:
+                self.resync()
+            except OperatorError as exc:
+                self.results["resync_error"] += 1
+                _log.error("resync: %s; trying again in %g s", exc, self._resync_seconds)
+            if stop.wait(self._resync_seconds):
+                return
+
+    def _hint(self, event: WatchEvent) -> None:
+        metadata: dict[str, Any] = event.object.get("metadata", {})
+        is_run = event.object.get("kind") == port.RUN.kind
+        name = metadata.get("name") if is_run else metadata.get("labels", {}).get(names.LABEL_RUN)
+        namespace = metadata.get("namespace", "default")
+        if name and self._namespace in (None, namespace):
+            self.queue.add((namespace, name))
+
+
+def _dump(status: Any) -> dict[str, Any]:
+    dumped: dict[str, Any] = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return dumped
+
+
+def _event(target: Object, note: Note, now: datetime) -> Object:
+    """An event whose name is a function of the transition: the same transition decided twice is one event."""
+    metadata = target["metadata"]
+    identity = f"{metadata['uid']}/{note.reason}/{note.number}/{note.key}"
+    suffix = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    stamp = times.stamp(now)
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{metadata['name']}.{suffix}", "namespace": metadata["namespace"]},
+        "involvedObject": {
+            "apiVersion": target["apiVersion"],
+            "kind": target["kind"],
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "uid": metadata["uid"],
+        },
+        "reason": str(note.reason.value if isinstance(note.reason, Reason) else note.reason),
+        "message": note.message[:EVENT_MESSAGE],
+        "type": note.type,
+        "firstTimestamp": stamp,
+        "lastTimestamp": stamp,
+        "count": 1,
+        "source": {"component": names.MANAGED_BY},
+        "reportingComponent": names.MANAGED_BY,
+        "reportingInstance": names.MANAGED_BY,
+    }

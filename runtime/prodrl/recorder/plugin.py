@@ -1,0 +1,4 @@
+"""Skeleton."""
+def register():
+    from prodrl.recorder import cpu
+    cpu.prepare()
