@@ -94,7 +94,8 @@ class Controller:
             parts = {"metadata": raw["metadata"], "spec": raw["spec"], "status": raw.get("status") or {}}
             run = Run.model_validate(parts)
         except ValidationError as exc:
-            return self._refuse(raw, exc, now)
+            self._refuse(raw, exc, now)
+            return None
         snapshot = self._observer.observe(run, raw, now)
         decision = decide(snapshot.observed, now)
         self._push_routes(snapshot, decision)
@@ -168,7 +169,7 @@ class Controller:
     def run_forever(self, stop: threading.Event) -> None:
         """Work until ``stop`` is set. Blocks; one worker."""
         unwatch = self._cluster.watch(self._hint)
-        closer = threading.Thread(target=lambda: (stop.wait(), self.queue.close()), name="controller-stop", daemon=True)
+        closer = threading.Thread(target=self._close_after, args=(stop,), name="controller-stop", daemon=True)
         resync = threading.Thread(target=self._resync_until, args=(stop,), name="controller-resync", daemon=True)
         closer.start()
         resync.start()
@@ -179,6 +180,10 @@ class Controller:
                     self.work(key)
         finally:
             unwatch()
+
+    def _close_after(self, stop: threading.Event) -> None:
+        stop.wait()
+        self.queue.close()
 
     def work(self, key: Key) -> None:
         """One pass, with whatever went wrong turned into a delay: the edge where faults are logged and counted."""

@@ -163,7 +163,7 @@ def test_a_startup_probe_holds_the_others_back(cluster, tmp_path):
     cluster.store.apply(
         deployment("slow", ["sleep", "100"], container={"startupProbe": startup, "livenessProbe": live})
     )
-    (pod,) = eventually(lambda: [p for p in pods_of(cluster, "slow") if p.get("status", {}).get("phase") == "Running"])
+    eventually(lambda: [p for p in pods_of(cluster, "slow") if p.get("status", {}).get("phase") == "Running"])
     eventually(lambda: not pods_of(cluster, "slow")[0]["status"]["containerStatuses"][0]["started"])
     (tmp_path / "up").touch()
     eventually(lambda: ready_replicas(cluster, "slow") == 1)

@@ -160,17 +160,17 @@ def test_volumes_of_all_kinds(cluster, tmp_path):
 
 
 def test_a_changed_config_map_reaches_a_running_pod_at_once_or_not_at_all(cluster, tmp_path):
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1", "b": "1"}}
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1\n", "b": "1\n"}}
     cluster.store.create(config)
     script = f"""
     while ! test -e {tmp_path}/stop; do
-      set -- $(cd /cfg/..data && cat a b); test "$1" = "$2" || exit 9; echo $1 > {tmp_path}/seen
+      set -- $(cd /cfg/..data && cat a b); test "$1" = "$2" || exit 9; cat /cfg/a > {tmp_path}/seen
     done"""
     pod = {"volumes": [{"name": "c", "configMap": {"name": "c"}}]}
     mounts = {"volumeMounts": [{"name": "c", "mountPath": "/cfg"}]}
     cluster.store.create(job("reader", script, container=mounts, pod=pod))
     eventually((tmp_path / "seen").exists)
-    cluster.store.apply(config | {"data": {"a": "2", "b": "2"}})
+    cluster.store.apply(config | {"data": {"a": "2\n", "b": "2\n"}})
     eventually(lambda: (tmp_path / "seen").read_text() == "2\n")
     (tmp_path / "stop").touch()
     assert finished(cluster, "reader")["end"]["type"] == "Complete"

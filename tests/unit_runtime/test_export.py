@@ -132,6 +132,20 @@ def test_missing_folder_and_unknown_scheme_are_refused(store_config, tmp_path):
         run(export_config(store_config), Progress())
 
 
+def test_base_model_may_lie_in_a_store(store_config, model, tmp_path, monkeypatch):
+    want = exported(StoreConfig(uri=f"file://{tmp_path}/other"), model).policy_digest
+    write_folder(open_store(store_config), "models/base", model, "model", {})
+    assert run(export_config(store_config, model_uri="store:models/base"), Progress()).policy_digest == want
+
+    def bucket(config):
+        assert config.uri == "s3://models/base"
+        return open_store(StoreConfig(uri=f"file://{model}"))
+
+    monkeypatch.setattr(source, "open_store", bucket)
+    elsewhere = export_config(StoreConfig(uri=f"file://{tmp_path}/third"), model_uri="s3://models/base")
+    assert run(elsewhere, Progress()).policy_digest == want
+
+
 def test_pickled_weights_are_refused(store_config, model, tmp_path):
     broken = shutil.copytree(model, tmp_path / "broken")
     (broken / "model.safetensors").rename(broken / "pytorch_model.bin")

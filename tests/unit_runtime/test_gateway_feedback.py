@@ -33,6 +33,8 @@ async def test_a_reward_is_stored_with_the_requests_it_is_about():
         bad = await gw.chat("talk")
         engine.status = 400
         await gw.chat("talk")
+        engine.unavailable_first = 1000
+        assert (await gw.chat("talk")).status == 503  # no engine took it: no part of the trajectory
         status, receipt = await gw.reward({"trajectory_id": "talk", "reward": 0.5, "metadata": {"who": "me"}})
         assert status == 202
         (entry,) = entries(gw.store)
@@ -43,7 +45,7 @@ async def test_a_reward_is_stored_with_the_requests_it_is_about():
         assert list(gw.store.objects) == ["feedback/gw-0-0000000001.jsonl"]
         policy = await gw.counters("a")
         assert (policy["feedback"], policy["reward_sum"], policy["reward_squares"]) == (1, 0.5, 0.25)
-        assert policy["requests"] == 3
+        assert (policy["requests"], policy["answered"], policy["failed"]) == (4, 2, 2)
 
 
 async def test_a_reward_of_an_unknown_conversation_is_kept():
@@ -268,7 +270,7 @@ async def process(tmp_path):
 
 
 async def test_every_acknowledged_reward_survives_kill_9(process):
-    acknowledged: set[str] = set()
+    acknowledged: dict[str, dict[str, object]] = {}
     sent = 0
 
     async def client_loop(client: aiohttp.ClientSession, who: int) -> None:
@@ -278,7 +280,7 @@ async def test_every_acknowledged_reward_survives_kill_9(process):
             sent += 1
             async with client.post(process.url + "/v1/feedback", json=post) as response:
                 if response.status == 202:
-                    acknowledged.add((await response.json())["feedback_id"])
+                    acknowledged[(await response.json())["feedback_id"]] = post
 
     async with aiohttp.ClientSession() as client:
         await process.ready(client)
@@ -289,15 +291,16 @@ async def test_every_acknowledged_reward_survives_kill_9(process):
         process.popen.wait()
         stored = entries(process.store())
         assert len(acknowledged) > 50
-        assert acknowledged <= {entry.feedback_id for entry in stored}
+        assert set(acknowledged) <= {entry.feedback_id for entry in stored}
         process.start()
         await process.ready(client)
         async with client.get(process.admin_url + "/admin/status") as response:
             status = await response.json()
         assert 0 < status["stats"]["unattributed"]["feedback"] <= sent
-        post = {"trajectory_id": "t-0-0", "reward": 0, "idempotency_key": "0/0"}
+        last_id, post = list(acknowledged.items())[-1]
         async with client.post(process.url + "/v1/feedback", json=post) as response:
-            assert (await response.json())["duplicate"] is True
+            body = await response.json()
+        assert (body["feedback_id"], body.get("duplicate")) == (last_id, True)
 
 
 async def test_sigterm_finishes_the_stream_keeps_the_rewards_and_exits_0(process):

@@ -404,3 +404,48 @@ async def test_metrics_are_prometheus_text():
             families = {f.name: f for f in text_string_to_metric_families(await response.text())}
     samples = families["prodrl_gateway_answered"].samples
     assert [(s.labels, s.value) for s in samples] == [({"policy": digest("a")}, 1.0)]
+
+
+async def test_openais_own_client_streams_and_understands_our_errors(tmp_path):
+    openai = pytest.importorskip("openai")
+    (tmp_path / "alice").write_text("key-a")
+    engine = FakeEngine(chunks=STREAM, content_type=b"text/event-stream")
+    options = {"api_keys_dir": tmp_path, "connect_retry_seconds": 0}
+    async with serving(engine), running(table(("a", engine, 100)), **options) as gw:
+        client = openai.AsyncOpenAI(base_url=gw.url + "/v1", api_key="key-a", max_retries=0)
+        asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        parts = [
+            part.choices[0].delta.content async for part in await client.chat.completions.create(**asked, stream=True)
+        ]
+        assert "".join(parts) == "gr\u00fc\u00df\u00e4"
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await client.with_options(api_key="wrong").chat.completions.create(**asked)
+        assert caught.value.code == "invalid_api_key"
+        engine.unavailable_first = 5
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(**asked)
+        assert (caught.value.status_code, caught.value.code) == (503, "model_unavailable")
+        assert caught.value.request_id.startswith("t-")
+        await client.close()
+
+
+async def test_a_slow_reader_slows_the_engine_and_not_the_memory():
+    engine = FakeEngine(chunks=(b"x" * 65536,) * 400)
+    async with serving(engine), running(table(("a", engine, 100))) as gw:
+        response = await gw.client.post(gw.url + CHAT, data=b"{}")
+        await asyncio.sleep(0.5)
+        held = (await gw.counters("a"))["output_bytes"]
+        assert held < 20 * 65536 * 4
+        assert len(await response.read()) == 400 * 65536
+
+
+async def test_a_store_that_hangs_keeps_nobody_from_the_model():
+    async with serving(FakeEngine()) as engine, running(table(("a", engine, 100))) as gw:
+        while not gw.gateway.deps.feedback.is_ready:
+            await asyncio.sleep(0.01)
+        gw.gateway.deps.max_running = 3
+        gw.store.delay_seconds = 1.0
+        posts = [asyncio.create_task(gw.reward({"trajectory_id": "t", "reward": 1})) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        assert (await gw.chat("x")).status == 200
+        assert sorted(status for status, _ in await asyncio.gather(*posts)) == [202, 202, 202, 503, 503]

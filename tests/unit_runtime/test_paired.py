@@ -21,13 +21,13 @@ def outcomes(both: int, candidate_only: int, stable_only: int, neither: int) -> 
 def test_binary_interval_worked_by_hand():
     """21 children before and after (1 both, 1 only after, 7 only before, 12 neither).
 
-    p = 2/23, q = 8/23: difference -6/23 = -0.260870; variance (10/23 - 36/529) / 23 = 0.0159448;
-    1.959964 * 0.126273 = 0.247491.
+    p = 2/23, q = 8/23: difference -6/23 = -0.260870; variance (10/23 - 36/529) / 23 = 194/12167;
+    1.959964 * 0.1262726 = 0.2474898.
     """
     found = difference(*outcomes(1, 1, 7, 12), 0.95)
     assert found.difference == pytest.approx(-6 / 21)
     assert (found.candidate_mean, found.stable_mean) == (pytest.approx(2 / 21), pytest.approx(8 / 21))
-    assert (found.low, found.high) == (pytest.approx(-0.508361, abs=1e-6), pytest.approx(-0.013378, abs=1e-6))
+    assert (found.low, found.high) == (pytest.approx(-0.508359, abs=1e-6), pytest.approx(-0.013380, abs=1e-6))
 
 
 def test_interval_mirrors_when_the_sides_change_places():

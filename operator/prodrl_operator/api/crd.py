@@ -138,6 +138,10 @@ def _object(node: Schema, schema: Schema, defs: dict[str, Schema], path: str) ->
         }
         if schema.get("required"):
             node["required"] = schema["required"]
+        for name, child in schema["properties"].items():
+            # A list made by a factory has no default in JSON Schema; rules may then not mention it.
+            if path.startswith("spec") and child.get("type") == "array" and name not in schema.get("required", []):
+                node["properties"][name].setdefault("default", [])
     elif isinstance(extra, dict):
         node["additionalProperties"] = structural(extra, defs, f"{path}{{}}")
         if "maxProperties" in schema:

@@ -26,6 +26,7 @@ from prodrl_operator.names import Step
 MODEL_DIR = "/models/policy"
 MODELS_MOUNT = "/models"
 SPOOL_DIR = "/spool"
+SHM_DIR = "/dev/shm"  # noqa: S108  (the kernel's name for it)
 PROBE_SECONDS = 3
 
 
@@ -138,6 +139,8 @@ def _server(spec: RunSpec, name: str, platform: Platform) -> Container:
         {"name": "PRODRL_MODEL_DIR", "value": MODEL_DIR},
         {"name": "PRODRL_SPOOL_DIR", "value": SPOOL_DIR},
         {"name": "VLLM_NO_USAGE_STATS", "value": "1"},
+        # Unix sockets between the engine's processes: in memory, and with a short path.
+        {"name": "VLLM_RPC_BASE_PATH", "value": SHM_DIR},
     ]
     alive = {"httpGet": {"path": "/health", "port": names.SERVING_PORT}, "timeoutSeconds": 10}
     ready = {"httpGet": {"path": "/prodrl/ready", "port": names.SERVING_PORT}, "timeoutSeconds": 30}
@@ -150,7 +153,7 @@ def _server(spec: RunSpec, name: str, platform: Platform) -> Container:
             _models_mount(),
             scratch_mount(),
             Mount("spool", SPOOL_DIR, {"emptyDir": {}}, read_only=False),
-            Mount("shm", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}, read_only=False),  # noqa: S108
+            Mount("shm", SHM_DIR, {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}, read_only=False),
             *credentials_mounts(spec),
         ],
         env=env,

@@ -57,8 +57,8 @@ def judge_canary(guards: Guards, candidate: Counters, stable: Counters, *, is_fi
         return Judgement(Verdict.FAIL, f"canary traffic: {'; '.join(found)}", Reason.GATE_BLOCKED)
     if is_final and guards.max_reward_drop is not None and min(candidate.feedback, stable.feedback) < MIN_REWARDS:
         message = (
-            f"canary traffic: {candidate.feedback} rewards on the candidate and {stable.feedback} on stable are too few "
-            f"to judge maxRewardDrop"
+            f"canary traffic: {candidate.feedback} rewards on the candidate and {stable.feedback} on stable are too "
+            f"few to judge maxRewardDrop"
         )
         is_baseline = stable.feedback < MIN_REWARDS
         return Judgement(Verdict.INCONCLUSIVE, message, Reason.BASELINE_UNAVAILABLE if is_baseline else Reason.NO_DATA)

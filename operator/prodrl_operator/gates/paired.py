@@ -20,18 +20,28 @@ def judge_paired(wanted: Evaluation, figures: PairedFigures | None) -> Judgement
     name = f"evaluation {wanted.name}"
     if figures is None:
         return _error(f"{name}: not measured")
-    if figures.metric != wanted.metric:
-        return _error(f"{name}: metric {wanted.metric} was not measured, got {figures.metric}; check the suite")
-    numbers = (figures.candidate_mean, figures.stable_mean, figures.difference, figures.low, figures.high)
-    if not all(math.isfinite(number) for number in numbers):
-        return _error(f"{name}: all figures must be finite, got {numbers}")
-    if not figures.low <= figures.difference <= figures.high:
-        return _error(f"{name}: the interval [{figures.low}, {figures.high}] must hold {figures.difference}")
+    fault = _fault(wanted, figures)
+    if fault is not None:
+        return _error(f"{name}: {fault}")
     if figures.items < wanted.min_items:
         return Judgement(
             Verdict.INCONCLUSIVE, f"{name}: {figures.items} items, minItems is {wanted.min_items}", Reason.NO_DATA
         )
-    margin = float(wanted.margin)
+    return _non_inferiority(name, float(wanted.margin), figures)
+
+
+def _fault(wanted: Evaluation, figures: PairedFigures) -> str | None:
+    if figures.metric != wanted.metric:
+        return f"metric {wanted.metric} was not measured, got {figures.metric}; check the suite"
+    numbers = (figures.candidate_mean, figures.stable_mean, figures.difference, figures.low, figures.high)
+    if not all(math.isfinite(number) for number in numbers):
+        return f"all figures must be finite, got {numbers}"
+    if not figures.low <= figures.difference <= figures.high:
+        return f"the interval [{figures.low}, {figures.high}] must hold the difference {figures.difference}"
+    return None
+
+
+def _non_inferiority(name: str, margin: float, figures: PairedFigures) -> Judgement:
     facts = (
         f"{name}: {figures.candidate_mean:.4f} against {figures.stable_mean:.4f}, difference "
         f"[{figures.low:+.4f}, {figures.high:+.4f}] with margin {margin:g}"

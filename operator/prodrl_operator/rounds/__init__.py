@@ -1,7 +1,7 @@
 """The state machine of runs and rounds, pure. Called by ``controller``.
 
-Reading order: ``observed`` (what is known), ``decision`` (what is answered), ``decide`` (the pass), ``transitions`` (the
-table), then one file a step: ``starting``, ``collecting``, ``training``, ``exporting``, ``deploying``, ``gating``,
+Reading order: ``observed`` (what is known), ``decision`` (what is answered), ``decide`` (the pass), ``transitions``
+(the table), then one file a step: ``starting``, ``collecting``, ``training``, ``exporting``, ``deploying``, ``gating``,
 ``promoting``; ``planning`` turns stored statuses into intents.
 """
 

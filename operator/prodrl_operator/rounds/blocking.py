@@ -1,4 +1,4 @@
-"""How a candidate is turned down. Called by ``deploying``, ``gating`` and ``promoting``; ``accounting`` does the rest."""
+"""How a candidate is turned down. Called by ``deploying``, ``gating``, ``promoting``; ``accounting`` does the rest."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from datetime import datetime
+from typing import Literal
 
 from prodrl_operator import names
 from prodrl_operator.api.model import Condition
@@ -208,7 +209,7 @@ def _run_notes(old: list[Condition], new: list[Condition], generation: int | Non
         is_same = was is not None and (was.status, was.reason) == (item.status, item.reason)
         if is_same or item.status != "True" or item.type not in ("Stalled", "Completed", "Suspended"):
             continue
-        kind = "Warning" if item.type == "Stalled" else "Normal"
+        kind: Literal["Normal", "Warning"] = "Warning" if item.type == "Stalled" else "Normal"
         key = f"{item.type}/{item.last_transition_time}/{generation}"
         notes.append(Note(item.reason, item.message or item.type, type=kind, key=key))
     return tuple(notes)

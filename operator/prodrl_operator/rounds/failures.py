@@ -78,7 +78,7 @@ def job_cause(job: JobView) -> Cause:
 def exit_cause(exit_code: int | None, message: str) -> Cause:
     """Of a process that ended with this code."""
     named, is_retryable = names.EXIT_CODES.get(exit_code or 0, ("", True))
-    reason = Reason(named) if named in Reason else Reason.STEP_FAILED
+    reason = Reason(named) if named in {known.value for known in Reason} else Reason.STEP_FAILED
     return Cause(reason, message, is_retryable)
 
 

@@ -53,9 +53,9 @@ def canary_steps(turn: Turn) -> list[CanaryStep]:
 
 def _judge_traffic(turn: Turn, measured: Judgement) -> Outcome:
     steps, canary, look = canary_steps(turn), turn.status.gate.canary, turn.observed.look
-    if canary is not None and look is not None and look.interim is not None and not look.is_behind:
-        if look.interim.verdict is Verdict.FAIL:
-            return blocking.block(turn, look.interim)
+    interim = look.interim if canary is not None and look is not None and not look.is_behind else None
+    if interim is not None and interim.verdict is Verdict.FAIL:
+        return blocking.block(turn, interim)
     index = canary.index if canary else 0
     if index >= len(steps):
         return _conclude(turn, measured)

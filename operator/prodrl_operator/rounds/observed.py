@@ -1,5 +1,6 @@
-"""What was read of a run and its children in one look. Built by ``observing``, judged by ``decide``. No behaviour
-beyond look-ups: everything that acts is elsewhere.
+"""What was read of a run and its children in one look. Built by ``observing``, judged by ``decide``.
+
+No behaviour beyond look-ups: everything that acts is elsewhere.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class Observed:
     def is_unfinished(self, number: int) -> bool:
         """Whether a round is in work, or failed and waits for a person."""
         step = Step(self.rounds[number].status.step)
-        return number > self.last_accounted and (step not in names.TERMINAL or step is Step.FAILED)
+        return step not in names.TERMINAL or (step is Step.FAILED and number > self.last_accounted)
 
     @property
     def current(self) -> Round | None:

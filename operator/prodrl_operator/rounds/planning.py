@@ -12,7 +12,7 @@ from datetime import datetime
 from prodrl_operator import names
 from prodrl_operator.api.round import Round, SourcePolicy
 from prodrl_operator.names import Step
-from prodrl_operator.rounds import attempts, retention, traffic, transitions
+from prodrl_operator.rounds import attempts, retention, stalling, traffic, transitions
 from prodrl_operator.rounds.decision import (
     CreateRound,
     DeleteJob,
@@ -96,7 +96,7 @@ def _jobs(observed: Observed, now: datetime) -> Iterator[Intent]:
     if observed.run.spec.suspend:
         return
     for this in (observed.current, observed.ahead):
-        if this is None or Step(this.status.step) not in JOB_STEPS:
+        if this is None or Step(this.status.step) not in JOB_STEPS or stalling.missing_rounds(observed, this):
             continue
         step = Step(this.status.step)
         turn = Turn(observed, this, now)

@@ -15,9 +15,7 @@ def decide(turn: Turn) -> Outcome:
     """Commit, then wait until every replica of the gateway follows."""
     stable = turn.run.status.stable
     if stable is not None and stable.round == turn.number:
-        if turn.observed.has_converged:
-            return turn.go(Step.PROMOTED)
-        return turn.stay(_reason(turn), "waiting for the gateway's replicas to apply the routes", LOOK_SECONDS)
+        return _converge(turn)
     if not may_promote(turn):
         message = f"no passing verdict on {turn.status.policy.digest if turn.status.policy else 'a policy'}"
         return turn.end(Step.FAILED, Reason.STEP_FAILED, message)
@@ -25,11 +23,22 @@ def decide(turn: Turn) -> Outcome:
     crash = failures.crash_cause(servers) if servers else None
     if crash is not None:
         return blocking.cannot_serve(turn, crash)
+    return _commit_when_ready(turn)
+
+
+def _commit_when_ready(turn: Turn) -> Outcome:
+    servers = turn.observed.servings.get(turn.number)
     if turn.run.spec.suspend:
         return turn.stay(_reason(turn), "suspended: nothing is promoted")
     if servers is None or not servers.is_ready:
         return turn.stay(_reason(turn), "waiting for the candidate's servers", LOOK_SECONDS)
     return _commit(turn)
+
+
+def _converge(turn: Turn) -> Outcome:
+    if turn.observed.has_converged:
+        return turn.go(Step.PROMOTED)
+    return turn.stay(_reason(turn), "waiting for the gateway's replicas to apply the routes", LOOK_SECONDS)
 
 
 def may_promote(turn: Turn) -> bool:

@@ -23,7 +23,7 @@ def is_approved(turn: Turn) -> bool:
 def wants_abort(observed: Observed) -> bool:
     """Whether an abort was asked for that nothing has answered yet."""
     wanted = observed.run.spec.requests.abort_round
-    return wanted != 0 and wanted != observed.run.status.handled_requests.abort_round
+    return wanted not in (0, observed.run.status.handled_requests.abort_round)
 
 
 def wants_retry(observed: Observed) -> bool:

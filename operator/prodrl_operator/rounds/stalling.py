@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prodrl_operator.api.round import Round
 from prodrl_operator.names import Reason, Step, Verdict
 from prodrl_operator.rounds import accounting
 from prodrl_operator.rounds.observed import Hindrance, Observed
@@ -18,16 +19,32 @@ def stall(observed: Observed) -> Hindrance | None:
             f"restore the object from a backup to go on"
         )
         return Hindrance(Reason.ROUND_MISSING, message)
+    if current is not None and missing_rounds(observed, current):
+        message = (
+            f"round {current.spec.number} is made from rounds {missing_rounds(observed, current)}, whose ProdRLRound "
+            f"objects are missing; restore them, or set requests.abortRound: {current.spec.number}"
+        )
+        return Hindrance(Reason.ROUND_MISSING, message)
     if current is not None and current.status.step == Step.FAILED:
         reason = Reason(current.status.reason or Reason.STEP_FAILED)
         remedy = f"; or set requests.abortRound: {current.spec.number} to go on with another round"
         text = f"round {current.spec.number}: {current.status.message}"
         return Hindrance(reason, text + (remedy if current.spec.number > 0 else ""))
-    if current is not None and current.status.step == Step.GATING:
-        if current.status.gate.verdict == Verdict.INCONCLUSIVE:
-            text = f"round {current.spec.number}: {current.status.message}"
-            return Hindrance(Reason.GATE_INCONCLUSIVE, text)
+    is_gating = current is not None and current.status.step == Step.GATING
+    if current is not None and is_gating and current.status.gate.verdict == Verdict.INCONCLUSIVE:
+        return Hindrance(Reason.GATE_INCONCLUSIVE, f"round {current.spec.number}: {current.status.message}")
     return None if accounting.is_complete(observed) else _halt(observed)
+
+
+def missing_rounds(observed: Observed, this: Round) -> list[int]:
+    """Rounds that this one is made from, and whose objects somebody deleted."""
+    if this.spec.number == 0:
+        return []
+    lineage = this.status.lineage_round
+    needed = {this.spec.lineage_round if lineage is None else lineage}
+    if this.spec.source is not None:
+        needed.add(this.spec.source.round)
+    return sorted(needed - set(observed.rounds))
 
 
 def _halt(observed: Observed) -> Hindrance | None:

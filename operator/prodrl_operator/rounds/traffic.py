@@ -1,5 +1,6 @@
-"""Which policies must be served and who gets which share of new conversations, from status alone. Called by ``decide``,
-``planning`` and ``observing``: the answer is derived anew on every pass and stored nowhere.
+"""Which policies must be served, and who gets which share of new conversations, from status alone.
+
+Called by ``decide``, ``planning`` and ``observing``: the answer is derived anew on every pass and stored nowhere.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from decimal import Decimal
 
 from prodrl_operator import names
@@ -25,7 +26,7 @@ def faults(run: Run) -> list[str]:
 def _gate_faults(gate: Gate) -> list[str]:
     found: list[str] = []
     weights = [step.weight for step in gate.canary.steps]
-    if any(later <= earlier for earlier, later in zip(weights, weights[1:], strict=False)):
+    if any(later <= earlier for earlier, later in itertools.pairwise(weights)):
         found.append(f"spec.gate.canary.steps: weights must increase, got {weights}; order them")
     seen: set[str] = set()
     for item in gate.evaluations:

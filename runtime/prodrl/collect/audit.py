@@ -2,24 +2,27 @@
 
     recorded = trained + waiting + excluded(reason) + expired
 
-Each term is counted on its own: recorded from the shards, trained from the ledger, the others by the join's rules.
+The left side is counted from the shards (and from the ledger, where shards were deleted), "trained" from the ledger,
+the rest by the join's rules. A trajectory that two rounds claim is counted in both, so the equation breaks.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prodrl.collect import join, ledger
+from prodrl.collect import join, ledger, seal
 from prodrl.collect.tail import Tail
+from prodrl.errors import DataError
 from prodrl.records import Reason
-from prodrl.store import layout
+from prodrl.store import folders
 from prodrl.store.port import Store
 
-MAX_GAP = 50
-"""Rounds may be missing from the ledger (failed, superseded); so many in a row end the search by name."""
+DEFAULT_DEADLINE_SECONDS = 86_400.0
+_NO_LIMIT = 2**31
 
 
 @dataclass
@@ -27,29 +30,40 @@ class Audit:
     """The counts, and what is wrong."""
 
     recorded: int = 0
+    """Trajectories with a record."""
     trained: int = 0
+    """Claims of rounds that were not abandoned."""
     waiting: int = 0
+    """May still be taken."""
     expired: int = 0
+    """Their reward did not come in time."""
     excluded: dict[str, int] = field(default_factory=dict)
+    """Reason -> trajectories."""
     rounds: dict[int, int] = field(default_factory=dict)
     """Round -> trajectories claimed."""
+    unmatched_rewards: int = 0
+    """Rewarded ids without any record; kept, in case one comes."""
+    notes: list[str] = field(default_factory=list)
+    """Worth knowing, not wrong."""
     faults: list[str] = field(default_factory=list)
-    """Trajectories claimed twice, claims without records, damaged shards."""
+    """Trajectories claimed twice, damaged shards and datasets, claims that differ from their dataset."""
+
+    @property
+    def accounted(self) -> int:
+        """The right side of the equation."""
+        return self.trained + self.waiting + self.expired + sum(self.excluded.values())
 
     @property
     def holds(self) -> bool:
         """Whether the equation holds and nothing is wrong."""
-        total = self.trained + self.waiting + self.expired + sum(self.excluded.values())
-        return self.recorded == total and not self.faults
+        return self.recorded == self.accounted and not self.faults
 
     def equation(self) -> str:
         """The equation with its numbers."""
-        excluded = sum(self.excluded.values())
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.excluded.items()))
-        shown = f"{excluded} excluded" + (f" ({reasons})" if reasons else "")
-        sign = "=" if self.recorded == self.trained + self.waiting + self.expired + excluded else "!="
         return (
-            f"{self.recorded} recorded {sign} {self.trained} trained + {self.waiting} waiting + {shown} + "
+            f"{self.recorded} recorded {'=' if self.recorded == self.accounted else '!='} {self.trained} trained + "
+            f"{self.waiting} waiting + {sum(self.excluded.values())} excluded{f' ({reasons})' if reasons else ''} + "
             f"{self.expired} expired"
         )
 
@@ -57,7 +71,10 @@ class Audit:
         """For people."""
         lines = [self.equation()]
         lines += [f"round {number}: {count} trajectories claimed" for number, count in sorted(self.rounds.items())]
-        return "\n".join([*lines, *(f"FAULT {fault}" for fault in self.faults)])
+        if self.unmatched_rewards:
+            lines.append(f"rewards for {self.unmatched_rewards} ids without a record")
+        lines += [f"note: {note}" for note in self.notes] + [f"FAULT: {fault}" for fault in self.faults]
+        return "\n".join([*lines, "the equation holds" if self.holds else "the equation DOES NOT hold"])
 
     def as_json(self) -> dict[str, Any]:
         """For machines."""
@@ -70,99 +87,139 @@ class Audit:
                 "excluded": dict(sorted(self.excluded.items())),
             },
             "rounds": {str(number): count for number, count in sorted(self.rounds.items())},
+            "unmatched_rewards": self.unmatched_rewards,
             "equation": self.equation(),
             "holds": self.holds,
+            "notes": self.notes,
             "faults": self.faults,
         }
 
 
-def entries(store: Store) -> list[ledger.Entry]:
-    """Every claim, by round."""
-    found: list[ledger.Entry] = []
-    number = 1
-    while number <= (found[-1].round if found else 0) + MAX_GAP:
-        entry = ledger.read(store, number)
-        if entry is not None:
-            found.append(entry)
-        number += 1
-    return found
+def audit(store: Store, *, reward_deadline_seconds: float | None = None, now_ms: int | None = None) -> Audit:
+    """Read everything and count.
 
-
-def _claims(store: Store, claims: list[ledger.Entry], report: Audit) -> tuple[set[str], set[str]]:
-    """Trajectories trained on, and those claimed by rounds that never trained."""
-    owners: dict[str, int] = {}
-    trained: set[str] = set()
-    abandoned: set[str] = set()
-    for entry in claims:
-        report.rounds[entry.round] = len(entry.trajectory_ids)
-        for trajectory in entry.trajectory_ids:
-            if trajectory in owners:
-                report.faults.append(f"{trajectory}: claimed by rounds {owners[trajectory]} and {entry.round}")
-            owners[trajectory] = entry.round
-        (abandoned if ledger.is_abandoned(store, entry.round) else trained).update(entry.trajectory_ids)
-    return trained, abandoned
-
-
-def _rules_by_digest(claims: list[ledger.Entry], deadline: float) -> dict[str, join.Rules]:
-    """The last round's rules of each policy: they say what its unclaimed trajectories can still become."""
-    return {
-        entry.policy_digest: join.Rules(
-            digest=entry.policy_digest,
-            collect_from_ms=entry.collect_from_ms,
-            is_sync=entry.collect_from_ms > 0,
-            reward_deadline_seconds=deadline,
-            settle_seconds=entry.settle_seconds,
-            max_sequence_tokens=entry.max_sequence_tokens,
-        )
-        for entry in claims
-    }
-
-
-def audit(store: Store, *, reward_deadline_seconds: float, now_ms: int | None = None) -> Audit:
-    """Read everything and count."""
-    now_ms = int(time.time() * 1000) if now_ms is None else now_ms
-    tail = Tail(store, [layout.RECORDS.rstrip("/")])
-    known = join.gather({}, tail.records(), tail.feedback())
-    report = Audit(faults=[f"damaged: {message}" for message in tail.damaged])
-    claims = entries(store)
-    trained, abandoned = _claims(store, claims, report)
-    rules = _rules_by_digest(claims, reward_deadline_seconds)
-    last_digest = claims[-1].policy_digest if claims else None
-    excluded: Counter[str] = Counter()
-    for trajectory in known.values():
-        if not trajectory.records:
-            continue  # feedback for something that was never recorded is not a recorded trajectory
+    Args:
+        store: The run's store.
+        reward_deadline_seconds: When an unscored trajectory is expired; None takes it from each policy's last claim,
+            and a day where there is none.
+        now_ms: Unix milliseconds; None: now.
+    """
+    tail = Tail(store)
+    report = Audit()
+    # Claims first: records and rewards only grow, so whatever a claim holds is found by what is read after it.
+    claims, claimed, gone = _read_claims(store, report)
+    known = join.gather({}, tail.records(), ())
+    join.gather(known, (), tail.feedback())
+    report.faults += [f"damaged: {message}" for message in tail.damaged.values()]
+    recorded = {name: trajectory for name, trajectory in known.items() if trajectory.records}
+    report.unmatched_rewards = len(known) - len(recorded)
+    _add_deleted(report, recorded, claimed, gone)
+    judged = _Judging(claims, reward_deadline_seconds, int(time.time() * 1000) if now_ms is None else now_ms)
+    excluded = Counter(report.excluded)
+    for name, trajectory in recorded.items():
         report.recorded += 1
-        if trajectory.id in trained:
-            report.trained += 1
-        elif trajectory.id in abandoned:
-            excluded[Reason.ROUND_ABANDONED.value] += 1
-        else:
-            _count(trajectory, rules, last_digest, reward_deadline_seconds, now_ms, report, excluded)
-    lost = (trained | abandoned) - {t.id for t in known.values() if t.records}
-    report.faults += [f"{trajectory}: claimed but its records are gone" for trajectory in sorted(lost)]
+        if name in claimed:
+            continue
+        fate, reason = judged.fate(trajectory)
+        report.waiting += fate in (join.Fate.WAITING, join.Fate.READY)
+        report.expired += fate is join.Fate.EXPIRED
+        excluded.update([reason] if fate is join.Fate.EXCLUDED else [])
     report.excluded = dict(excluded)
     return report
 
 
-def _count(  # noqa: PLR0913, PLR0917  (one tally, split off for its length)
-    trajectory: join.Trajectory,
-    rules: dict[str, join.Rules],
-    last_digest: str | None,
-    deadline: float,
-    now_ms: int,
-    report: Audit,
-    excluded: Counter[str],
+def _read_claims(store: Store, report: Audit) -> tuple[list[ledger.Entry], dict[str, int], dict[str, str]]:
+    """Every claim; trajectory -> the round that holds it; id -> reason of what rounds have left out."""
+    claims: list[ledger.Entry] = []
+    owners: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    for number in ledger.rounds(store):
+        try:
+            entry = ledger.read(store, number)
+        except DataError as exc:
+            report.faults.append(str(exc))
+            continue
+        if not isinstance(entry, ledger.Entry):
+            continue
+        claims.append(entry)
+        report.rounds[number] = len(entry.trajectory_ids)
+        for name in entry.trajectory_ids:
+            if name in owners:
+                report.faults.append(f"Trajectory {name}: claimed twice, by rounds {owners[name]} and {number}")
+            owners[name] = number
+        if ledger.is_abandoned(store, number):
+            abandoned = report.excluded.get(Reason.ROUND_ABANDONED, 0)
+            report.excluded[Reason.ROUND_ABANDONED.value] = abandoned + len(entry.trajectory_ids)
+        else:
+            report.trained += len(entry.trajectory_ids)
+        _check_dataset(store, entry, report)
+        try:
+            left_out |= seal.read_excluded(store, entry.excluded_key)
+        except DataError as exc:
+            report.faults.append(str(exc))
+    return claims, owners, left_out
+
+
+def _check_dataset(store: Store, entry: ledger.Entry, report: Audit) -> None:
+    """A claim must be backed by a dataset that verifies and holds exactly the claimed trajectories."""
+    try:
+        manifest = folders.read_manifest(store, entry.dataset_key, expect_digest=entry.dataset_digest)
+        if seal.trajectory_ids(store, entry.dataset_key, manifest) != entry.trajectory_ids:
+            report.faults.append(f"Round {entry.round}: the ledger and {entry.dataset_key} name other trajectories")
+    except DataError as exc:
+        report.faults.append(f"Round {entry.round}: {exc}")
+
+
+def _add_deleted(
+    report: Audit, recorded: Mapping[str, join.Trajectory], claimed: Mapping[str, int], left_out: Mapping[str, str]
 ) -> None:
-    digest = next(iter(trajectory.records.values())).policy_digest
-    default = join.Rules(digest, 0, False, deadline, 0.0, 2**31)
-    rule = rules.get(digest, default)
-    found = join.judge(trajectory, rule, now_ms)
-    if found.fate is join.Fate.EXCLUDED and found.reason is not None:
-        excluded[found.reason.value] += 1
-    elif found.fate is join.Fate.EXPIRED:
-        report.expired += 1
-    elif found.fate is join.Fate.READY and digest in rules and digest != last_digest:
-        excluded[Reason.SURPLUS.value] += 1  # a later round trains on another policy: nobody will take it
-    else:
-        report.waiting += 1
+    """Trajectories that only the ledger remembers, because their shards were deleted."""
+    lost_claims = [name for name in claimed if name not in recorded]
+    lost = {name: reason for name, reason in left_out.items() if name not in recorded and name not in claimed}
+    report.recorded += len(lost_claims) + len(lost)
+    for reason in lost.values():
+        if reason == join.Fate.EXPIRED:
+            report.expired += 1
+        else:
+            report.excluded[reason] = report.excluded.get(reason, 0) + 1
+    if lost_claims or lost:
+        report.notes.append(f"shards of {len(lost_claims)} claimed and {len(lost)} excluded trajectories are deleted")
+
+
+class _Judging:
+    """The rules that hold for each policy: those of the last round that took records of it."""
+
+    def __init__(self, claims: list[ledger.Entry], deadline: float | None, now_ms: int) -> None:
+        self._last = {entry.policy_digest: entry for entry in claims}
+        self._newest = claims[-1] if claims else None
+        self._deadline = deadline
+        self._now_ms = now_ms
+
+    def fate(self, trajectory: join.Trajectory) -> tuple[join.Fate, str]:
+        """The fate of an unclaimed trajectory, and the reason when it is excluded."""
+        first = trajectory.turns()[0]
+        found = join.judge(trajectory, self._rules(first.policy_digest), self._now_ms)
+        newest = self._newest
+        if found.fate not in (join.Fate.READY, join.Fate.WAITING) or newest is None:
+            return found.fate, str(found.reason)
+        if first.policy_digest == newest.policy_digest or first.policy_round >= newest.policy_round:
+            return found.fate, ""
+        # A later round already takes records of a newer policy: nobody will come for this one.
+        reason = Reason.SURPLUS if first.policy_digest in self._last else Reason.OTHER_POLICY
+        return join.Fate.EXCLUDED, reason.value
+
+    def _rules(self, digest: str) -> join.Rules:
+        entry = self._last.get(digest)
+        newest = self._newest
+        deadline = self._deadline
+        if deadline is None:
+            known = entry or newest
+            deadline = known.reward_deadline_seconds if known else DEFAULT_DEADLINE_SECONDS
+        return join.Rules(
+            digest=digest,
+            collect_from_ms=entry.collect_from_ms if entry else 0,
+            is_sync=entry.is_sync if entry else False,
+            reward_deadline_seconds=deadline,
+            settle_seconds=(entry or newest).settle_seconds if (entry or newest) else 0.0,  # type: ignore[union-attr]
+            max_sequence_tokens=entry.max_sequence_tokens if entry else _NO_LIMIT,
+        )

@@ -2,21 +2,25 @@
 
 A trajectory is Ready when it is scored and every record of it may be trained on, Waiting while it may still become so,
 Expired when its reward did not come in time, Excluded with a reason otherwise. Unscored is never scored 0.
+
+Its reward is the last final one received, plus every reward that was not final. Whatever is decided depends on what
+was received and when, not on the order in which it was read.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prodrl.records import CompletionRecord, FeedbackEntry, Reason
+from prodrl.collect.tail import Line
+from prodrl.records import FeedbackEntry, Reason
 
 
 class Fate(StrEnum):
-    """What became of a trajectory (before it is claimed by a round)."""
+    """What became of a trajectory that no round has claimed."""
 
     READY = "Ready"
     WAITING = "Waiting"
@@ -29,45 +33,77 @@ class Trajectory:
     """All that is known of one conversation."""
 
     id: str
-    records: dict[str, CompletionRecord] = field(default_factory=dict)
+    records: dict[str, Line] = field(default_factory=dict)
+    """By record id: a shard that was uploaded twice counts once."""
     feedback: dict[str, FeedbackEntry] = field(default_factory=dict)
     """By idempotency key: a repeated post counts once."""
 
     @property
     def first_ms(self) -> int:
         """When its first request was taken."""
-        return min(record.started_ms for record in self.records.values())
+        return min(line.started_ms for line in self.records.values())
 
     @property
     def last_ms(self) -> int:
         """When its last token came."""
-        return max(record.finished_ms for record in self.records.values())
+        return max(line.finished_ms for line in self.records.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """T_i: model-generated tokens."""
+        return sum(line.num_output for line in self.records.values())
 
     @property
     def scored_ms(self) -> int | None:
         """When its first final reward was received; None while unscored. Revisions do not move it."""
-        times = [entry.received_ms for entry in self.feedback.values() if entry.final]
-        return min(times) if times else None
+        return min((entry.received_ms for entry in self.feedback.values() if entry.final), default=None)
 
     @property
     def reward(self) -> float:
         """The last final reward, plus every reward that was not final."""
         entries = sorted(self.feedback.values(), key=lambda e: (e.received_ms, e.feedback_id))
         finals = [entry.reward for entry in entries if entry.final]
-        return finals[-1] + sum(entry.reward for entry in entries if not entry.final)
+        return finals[-1] + math.fsum(entry.reward for entry in entries if not entry.final)
 
-    def request_ids(self) -> set[str]:
-        """Requests that gateways saw answered."""
+    def turns(self) -> list[Line]:
+        """Its records as the engine took them."""
+        return sorted(self.records.values(), key=lambda line: (line.started_ms, line.num_prompt, line.record_id))
+
+    def add(self, entry: FeedbackEntry) -> None:
+        """Count a reward; of two posts under one key the one received first, with the requests of both."""
+        known = self.feedback.get(entry.idempotency_key)
+        if known is None:
+            self.feedback[entry.idempotency_key] = entry
+            return
+        first, other = sorted((known, entry), key=lambda e: (e.received_ms, e.model_dump_json()))
+        self.feedback[entry.idempotency_key] = first.model_copy(
+            update={
+                "request_ids": sorted({*first.request_ids, *other.request_ids}),
+                "failed_request_ids": sorted({*first.failed_request_ids, *other.failed_request_ids}),
+            }
+        )
+
+    @property
+    def last_feedback_ms(self) -> int:
+        """When a gateway last told of it."""
+        return max(entry.received_ms for entry in self.feedback.values())
+
+    def recorded_requests(self) -> set[str]:
+        """Requests that an engine recorded."""
+        return {line.request_id for line in self.records.values()}
+
+    def answered_requests(self) -> set[str]:
+        """Requests that a gateway saw answered, as it told with the rewards."""
         return {request for entry in self.feedback.values() for request in entry.request_ids}
 
-    def failed_ids(self) -> set[str]:
-        """Requests that gateways saw fail."""
-        return {request for entry in self.feedback.values() for request in entry.failed_request_ids}
+
+Known = dict[str, Trajectory]
+"""By trajectory id."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a round takes."""
+    """What a round takes; times in the units of :class:`~prodrl.config.CollectConfig`."""
 
     digest: str
     collect_from_ms: int
@@ -82,76 +118,80 @@ class Judgement:
     """A fate and, when Excluded, why."""
 
     fate: Fate
-    reason: Reason | None = None
+    reason: str = ""
 
 
-def gather(
-    into: dict[str, Trajectory], records: Iterable[CompletionRecord], feedback: Iterable[FeedbackEntry]
-) -> dict[str, Trajectory]:
+def gather(into: Known, records: Iterable[Line], feedback: Iterable[FeedbackEntry]) -> Known:
     """Add what was read to what is known; repeated records and posts change nothing."""
-    for record in records:
-        found = into.setdefault(record.trajectory_id, Trajectory(record.trajectory_id))
-        found.records.setdefault(record.record_id, record)
+    for line in records:
+        into.setdefault(line.trajectory_id, Trajectory(line.trajectory_id)).records.setdefault(line.record_id, line)
     for entry in feedback:
-        found = into.setdefault(entry.trajectory_id, Trajectory(entry.trajectory_id))
-        found.feedback.setdefault(entry.idempotency_key, entry)
+        into.setdefault(entry.trajectory_id, Trajectory(entry.trajectory_id)).add(entry)
     return into
 
 
 def judge(trajectory: Trajectory, rules: Rules, now_ms: int) -> Judgement:
-    """What becomes of a recorded trajectory of the source policy, as known now."""
-    records = list(trajectory.records.values())
-    fixed = _fixed_fault(trajectory, records, rules)
-    if fixed is not None:
-        return Judgement(Fate.EXCLUDED, fixed)
+    """What becomes of a trajectory that has a record, as known at ``now_ms``."""
+    if fault := _lasting_fault(trajectory, rules):
+        return Judgement(Fate.EXCLUDED, fault)
     scored_ms = trajectory.scored_ms
+    # A reward that came after the deadline is as late when it is read early: the fate must not depend on polling.
+    if (now_ms if scored_ms is None else scored_ms) - trajectory.last_ms > rules.reward_deadline_seconds * 1000:
+        return Judgement(Fate.EXPIRED)
     if scored_ms is None:
-        late = now_ms - trajectory.last_ms > rules.reward_deadline_seconds * 1000
-        return Judgement(Fate.EXPIRED) if late else Judgement(Fate.WAITING)
+        return Judgement(Fate.WAITING)
     if not math.isfinite(trajectory.reward):
         return Judgement(Fate.EXCLUDED, Reason.INVALID_REWARD)
-    seen = {record.request_id for record in records}
-    if not trajectory.request_ids() <= seen:
-        settled = now_ms - scored_ms > rules.settle_seconds * 1000
-        return Judgement(Fate.EXCLUDED, Reason.RECORD_MISSING) if settled else Judgement(Fate.WAITING)
-    return Judgement(Fate.READY)
+    recorded, answered = trajectory.recorded_requests(), trajectory.answered_requests()
+    if recorded == answered:
+        return Judgement(Fate.READY)
+    # Where a gateway does not know of a request that was recorded (another replica answered it, or it restarted), its
+    # list proves nothing: records that are still on their way get the same time to arrive as those known to miss.
+    if now_ms - trajectory.last_feedback_ms <= rules.settle_seconds * 1000:
+        return Judgement(Fate.WAITING)
+    return Judgement(Fate.READY) if answered <= recorded else Judgement(Fate.EXCLUDED, Reason.RECORD_MISSING)
 
 
-def _fixed_fault(trajectory: Trajectory, records: list[CompletionRecord], rules: Rules) -> Reason | None:
-    """The first fault that no later event can cure."""
-    if {record.policy_digest for record in records} != {rules.digest}:
+def _lasting_fault(trajectory: Trajectory, rules: Rules) -> str:
+    """The first fault that no later event cures; empty when there is none."""
+    turns = trajectory.turns()
+    if {line.policy_digest for line in turns} != {rules.digest}:
         return Reason.MIXED_POLICY
     if rules.is_sync and trajectory.first_ms < rules.collect_from_ms:
         return Reason.RECORDED_WHILE_TRAINING
-    for record in records:
-        if not record.trainable:
-            return Reason(record.reasons[0]) if record.reasons else Reason.INCONSISTENT
-    if trajectory.failed_ids():
+    for line in turns:
+        if line.reasons:
+            return line.reasons[0]
+    if any(entry.failed_request_ids for entry in trajectory.feedback.values()):
         return Reason.ENGINE_ERROR
-    if sum(len(record.output_ids) for record in records) == 0:
+    if trajectory.num_tokens == 0:
         return Reason.EMPTY
-    if max(len(record.prompt_ids) + len(record.output_ids) for record in records) > rules.max_sequence_tokens:
+    # A sample ends with its last turn, whose prompt holds all before it: no sample is longer than the longest turn.
+    if max(line.num_prompt + line.num_output for line in turns) > rules.max_sequence_tokens:
         return Reason.TOO_LONG
-    return None
+    return ""
 
 
-def choose(trajectories: Iterable[Trajectory], rules: Rules, now_ms: int, claimed: set[str]) -> list[Trajectory]:
-    """Ready and unclaimed trajectories by the time of their reward, then id: the order a dataset is filled in."""
-    ready = [
-        t for t in trajectories if t.records and t.id not in claimed and judge(t, rules, now_ms).fate is Fate.READY
-    ]
-    return sorted(ready, key=lambda t: (t.scored_ms or 0, t.id))
+def of_policy(known: Known, digest: str) -> list[Trajectory]:
+    """Trajectories with at least one record of the policy."""
+    return [t for t in known.values() if any(line.policy_digest == digest for line in t.records.values())]
 
 
-def count_excluded(trajectories: Iterable[Trajectory], rules: Rules, now_ms: int, claimed: set[str]) -> dict[str, int]:
-    """Reason -> trajectories of this policy that can not be taken, Expired among them."""
-    counts: dict[str, int] = defaultdict(int)
-    for trajectory in trajectories:
-        if not trajectory.records or trajectory.id in claimed:
+def sort_out(
+    known: Known, rules: Rules, now_ms: int, claimed: AbstractSet[str]
+) -> tuple[list[Trajectory], Mapping[str, str]]:
+    """What a round could take now, in the order in which a dataset is filled; and id -> reason of what it cannot.
+
+    Expired ones are among the latter, under that name.
+    """
+    ready: list[Trajectory] = []
+    refused: dict[str, str] = {}
+    for trajectory in of_policy(known, rules.digest):
+        if trajectory.id in claimed:
             continue
         found = judge(trajectory, rules, now_ms)
-        if found.fate is Fate.EXCLUDED and found.reason is not None:
-            counts[found.reason.value] += 1
-        elif found.fate is Fate.EXPIRED:
-            counts[Fate.EXPIRED.value] += 1
-    return dict(sorted(counts.items()))
+        if found.fate is Fate.READY:
+            ready.append(trajectory)
+        elif found.fate is not Fate.WAITING:
+            refused[trajectory.id] = str(found.reason) if found.fate is Fate.EXCLUDED else Fate.EXPIRED.value
+    return sorted(ready, key=lambda t: (t.scored_ms or 0, t.id)), refused

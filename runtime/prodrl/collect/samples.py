@@ -1,98 +1,135 @@
-"""Turns of a trajectory as training samples, by exact id prefix; nothing is ever tokenised again. Pure."""
+"""Turns of a trajectory as training samples, by exact id prefix; nothing is ever tokenised again. Pure.
+
+Called by ``seal``. A turn whose prompt begins with everything a sample holds extends it: what the prompt adds is
+context, what the engine sampled is trained on. A turn whose prompt was edited begins another sample; all samples of a
+trajectory share one T_i.
+
+Shape legend: T = sampled tokens of a turn, L = tokens of a sample, G = its loss tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from prodrl.records import CompletionRecord, Sample
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One completion record with its tokens; fields as in :class:`~prodrl.records.CompletionRecord`."""
+
+    record_id: str
+    prompt_ids: Ids
+    output_ids: Ids
+    logprobs: Floats
+    head_ids: Ids
+    head_logprobs: Floats
+    head_offsets: Ids
+    support_complete: bool
+    temperature: float
+    finish_reason: str
+
+    @classmethod
+    def from_row(cls, row: pa.Table) -> Turn:
+        """A table of one row."""
+        values: dict[str, Any] = {}
+        for name in ("prompt_ids", "output_ids", "head_ids", "head_offsets"):
+            values[name] = np.asarray(row.column(name)[0].values).astype(np.int32, copy=False)
+        for name in ("logprobs", "head_logprobs"):
+            values[name] = np.asarray(row.column(name)[0].values).astype(np.float32, copy=False)
+        for name in ("record_id", "support_complete", "temperature", "finish_reason"):
+            values[name] = row.column(name)[0].as_py()
+        return cls(**values)
 
 
 @dataclass
-class Open:
+class Stitched:
     """A sample that a next turn may extend."""
 
-    ids: list[int]
-    positions: list[int] = field(default_factory=list)
-    records: list[CompletionRecord] = field(default_factory=list)
+    ids: Ids = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[L]"""
+    positions: list[Ids] = field(default_factory=list)
+    """One array a turn."""
+    turns: list[Turn] = field(default_factory=list)
 
-    def extends(self, record: CompletionRecord) -> bool:
-        """Whether the record's prompt begins with all that this sample holds.
+    def is_extended_by(self, turn: Turn) -> bool:
+        """Whether the turn's prompt begins with all that this sample holds.
 
-        A completion cut by ``length`` has no stop token: the next prompt would add one that was never sampled.
+        A completion cut by ``length`` has no stop token: the next prompt holds one that was never sampled.
         """
-        if self.records and self.records[-1].finish_reason == "length":
+        if self.turns and self.turns[-1].finish_reason == "length":
             return False
-        return len(record.prompt_ids) >= len(self.ids) and record.prompt_ids[: len(self.ids)] == self.ids
+        return bool(np.array_equal(turn.prompt_ids[: len(self.ids)], self.ids))
 
-    def add(self, record: CompletionRecord) -> None:
+    def add(self, turn: Turn) -> None:
         """Append what the prompt adds, then the sampled tokens."""
-        self.ids = list(record.prompt_ids)
-        self.positions += range(len(self.ids), len(self.ids) + len(record.output_ids))
-        self.ids += record.output_ids
-        self.records.append(record)
+        start = len(turn.prompt_ids)
+        self.ids = np.concatenate([turn.prompt_ids, turn.output_ids])
+        self.positions.append(np.arange(start, start + len(turn.output_ids), dtype=np.int32))
+        self.turns.append(turn)
 
 
-def in_order(records: Sequence[CompletionRecord]) -> list[CompletionRecord]:
-    """Turns as the engine took them; equal times by prompt length, then id."""
-    return sorted(records, key=lambda r: (r.started_ms, len(r.prompt_ids), r.record_id))
+def stitch(turns: Sequence[Turn]) -> list[Stitched]:
+    """The trajectory's samples; ``turns`` in the order in which the engine took them.
 
-
-def stitch(records: Sequence[CompletionRecord]) -> list[Open]:
-    """The trajectory's samples: a turn joins the newest sample that its prompt extends, else it begins another.
-
-    Looking at all samples, not only the last, keeps side conversations (a sub-agent between two turns) apart.
+    A turn joins the newest sample that it extends. All are tried, not only the last, so that a side conversation
+    (a sub-agent between two turns) does not break the main one.
     """
-    samples: list[Open] = []
-    for record in in_order(records):
-        for sample in reversed(samples):
-            if sample.extends(record):
-                sample.add(record)
-                break
-        else:
-            fresh = Open(ids=[])
-            fresh.add(record)
-            samples.append(fresh)
+    samples: list[Stitched] = []
+    for turn in turns:
+        found = next((sample for sample in reversed(samples) if sample.is_extended_by(turn)), None)
+        if found is None:
+            found = Stitched()
+            samples.append(found)
+        found.add(turn)
     return samples
 
 
-def _heads(records: Sequence[CompletionRecord]) -> tuple[list[int], list[float], list[int]]:
-    ids: list[int] = []
-    logprobs: list[float] = []
-    offsets = [0]
-    for record in records:
-        base = len(ids)
-        ids += record.head_ids
-        logprobs += record.head_logprobs
-        offsets += [base + offset for offset in record.head_offsets[1:]]
-    return ids, logprobs, offsets
+def _joined(arrays: Sequence[NDArray[Any]], kind: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, kind), *arrays])
 
 
-def to_samples(records: Sequence[CompletionRecord], *, order: int, reward: float) -> list[Sample]:
-    """The rows of one trajectory; all share T_i = the model-generated tokens of the whole trajectory."""
-    stitched = stitch(records)
-    tokens = sum(len(record.output_ids) for record in records)
-    rows = []
-    for index, sample in enumerate(stitched):
-        head_ids, head_logprobs, head_offsets = _heads(sample.records)
-        rows.append(
-            Sample(
-                trajectory_id=records[0].trajectory_id,
-                index=index,
-                num_samples=len(stitched),
-                order=order,
-                reward=reward,
-                trajectory_tokens=tokens,
-                policy_digest=records[0].policy_digest,
-                ids=sample.ids,
-                loss_positions=sample.positions,
-                logprobs=[value for record in sample.records for value in record.logprobs],
-                head_ids=head_ids,
-                head_logprobs=head_logprobs,
-                head_offsets=head_offsets,
-                support_complete=all(record.support_complete for record in sample.records),
-                temperatures=[record.temperature for record in sample.records for _ in record.output_ids],
-                record_ids=[record.record_id for record in sample.records],
-            )
-        )
-    return rows
+def _head_offsets(turns: Sequence[Turn]) -> Ids:
+    """[G+1] the turns' offsets behind each other."""
+    counts = _joined([np.diff(turn.head_offsets) for turn in turns], np.int32)
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+
+
+def to_rows(
+    turns: Sequence[Turn], *, trajectory_id: str, policy_digest: str, order: int, reward: float
+) -> list[dict[str, Any]]:
+    """The dataset rows of one trajectory: the fields of :class:`~prodrl.records.Sample`, arrays as numpy."""
+    stitched = stitch(turns)
+    shared = {
+        "trajectory_id": trajectory_id,
+        "num_samples": len(stitched),
+        "order": order,
+        "reward": reward,
+        "trajectory_tokens": sum(len(turn.output_ids) for turn in turns),
+        "policy_digest": policy_digest,
+    }
+    return [
+        shared
+        | {
+            "index": index,
+            "ids": sample.ids,
+            "loss_positions": _joined(sample.positions, np.int32),
+            "logprobs": _joined([turn.logprobs for turn in sample.turns], np.float32),
+            "head_ids": _joined([turn.head_ids for turn in sample.turns], np.int32),
+            "head_logprobs": _joined([turn.head_logprobs for turn in sample.turns], np.float32),
+            "head_offsets": _head_offsets(sample.turns),
+            "support_complete": all(turn.support_complete for turn in sample.turns),
+            "temperatures": _joined(
+                [np.full(len(turn.output_ids), turn.temperature, np.float32) for turn in sample.turns], np.float32
+            ),
+            "record_ids": [turn.record_id for turn in sample.turns],
+        }
+        for index, sample in enumerate(stitched)
+    ]

@@ -52,7 +52,10 @@ def load(spec: str, folder: Path, parameters: Mapping[str, Any]) -> Suite:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as exc:
         raise UsageError(f"Suite {spec}: cannot be loaded, {exc}; is it installed in the evaluation's image?") from exc
-    suite = function(folder, parameters)
+    try:
+        suite = function(folder, parameters)
+    except TypeError as exc:
+        raise UsageError(f"Suite {spec}: does not take (folder, parameters), {exc}; return a Suite from these") from exc
     if not callable(getattr(suite, "items", None)) or not callable(getattr(suite, "play", None)):
         raise UsageError(f"Suite {spec}: made a {type(suite).__name__} without items() and play(); return a Suite")
     made: Suite = suite

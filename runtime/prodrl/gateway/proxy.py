@@ -67,6 +67,8 @@ class Exchange:
     is_done: bool = False
     """The client has all of it."""
     is_client_gone: bool = False
+    is_in_engine: bool = False
+    """An engine may have taken it. A request that none took is no part of the trajectory."""
     is_recorded: bool = False
     """The engine finished it; a request that it refused (4xx) leaves no record."""
 
@@ -183,14 +185,17 @@ class Proxy:
         exchange.request_id = identity.request_id(exchange.trajectory or "gateway")
         headers = wire.upstream_headers(exchange.headers, exchange.request_id)
         outgoing = Outgoing(exchange.method, exchange.target, headers, exchange.body)
+        exchange.is_in_engine = True
         try:
             answer = await self._upstream.open(route.url, outgoing)
         except UnreachableError as exc:
             logger.info("Policy %s round %d: %s", route.digest[:19], route.round, exc)
+            exchange.is_in_engine = False
             self._router.health.failed(route.digest, time.monotonic())
             return None
         if answer.status == 503:
             answer.close()
+            exchange.is_in_engine = False
             self._router.health.failed(route.digest, time.monotonic())
             return None
         self._router.health.succeeded(route.digest)
@@ -242,8 +247,9 @@ class Proxy:
             return
         self._stats.left(exchange.route.digest, outcome)
         assert exchange.trajectory is not None
-        if exchange.is_recorded or outcome != "answered":
-            self._trails.add(exchange.trajectory, exchange.request_id, is_failed=outcome != "answered")
+        is_failed = outcome != "answered"
+        if exchange.is_recorded if not is_failed else exchange.is_in_engine:
+            self._trails.add(exchange.trajectory, exchange.request_id, is_failed=is_failed)
 
     def _unavailable(self, exchange: Exchange) -> wire.Refusal:
         if exchange.route is None:

@@ -14,6 +14,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prodrl.gateway.feedback import Draft, fingerprint
@@ -28,8 +29,9 @@ MAX_WAITING = 20_000
 MAX_SEGMENT_ENTRIES = 5_000
 MAX_INDEX = 200_000
 """Idempotency keys remembered for answering duplicates; ``collect`` drops the duplicates of older ones."""
-REBUILT_SEGMENTS = 200
-"""Segments read at the start to rebuild that memory."""
+REBUILT_SEGMENTS = 1_000
+"""Segments read at the start to rebuild that memory: a minute of a busy replica at least."""
+_READERS = 8
 COMMIT_SECONDS = 30.0
 """How long a client waits for its commit."""
 _RETRY_SECONDS = 2.0
@@ -209,9 +211,11 @@ class FeedbackLog:
                 heapq.heappush(newest, sequence)
             else:
                 heapq.heappushpop(newest, sequence)
-        for writer, sequence in _latest(recent, self._writer):
-            for line in self._store.get(layout.feedback_segment(writer, sequence)).splitlines():
-                self._remember(FeedbackEntry.model_validate_json(line))
+        keys = [layout.feedback_segment(*segment) for segment in _latest(recent, self._writer)]
+        with ThreadPoolExecutor(_READERS) as readers:
+            for data in readers.map(self._store.get, keys):
+                for line in data.splitlines():
+                    self._remember(FeedbackEntry.model_validate_json(line))
 
     def _segments(self) -> Iterator[tuple[str, int]]:
         folder = layout.feedback_segment("", 0).partition("/")[0] + "/"

@@ -20,7 +20,7 @@ from prodrl.records import Manifest, ManifestFile
 from prodrl.store import keys, layout
 from prodrl.store.port import Store
 
-__all__ = ["exists", "fetch_folder", "file_entry", "read_manifest", "write_folder"]
+__all__ = ["exists", "fetch_folder", "file_entry", "read_manifest", "verify", "write_folder"]
 
 
 def write_folder(
@@ -134,6 +134,22 @@ def fetch_folder(store: Store, key: str, dest: Path, expect_digest: str | None =
             shutil.rmtree(staged, ignore_errors=True)
     except OSError as exc:
         raise from_os_error(exc, f"Folder {dest}") from exc
+    return manifest
+
+
+def verify(store: Store, key: str, expect_digest: str | None = None) -> Manifest:
+    """Read every file of a folder and compare size and hash.
+
+    Raises:
+        DataError: See :func:`fetch_folder`.
+    """
+    manifest = read_manifest(store, key, expect_digest)
+    with tempfile.TemporaryDirectory(prefix="prodrl-verify-") as folder:
+        for file in manifest.files:
+            check_stop(f"Folder {key}")
+            path = Path(folder) / "file"
+            _fetch_file(store, key, file, path)
+            path.unlink()
     return manifest
 
 

@@ -48,6 +48,11 @@ def train_metrics(number: int) -> str:
     return f"{round_folder(number)}/metrics.jsonl"
 
 
+def train_events(number: int) -> str:
+    """The same as TensorBoard events; the folder is what ``tensorboard --logdir`` takes."""
+    return f"{round_folder(number)}/tensorboard/events.out.tfevents.0.prodrl"
+
+
 def evaluation(number: int) -> str:
     """Per-item outcomes of the gate's evaluations, JSON."""
     return f"{round_folder(number)}/evaluation.json"
@@ -86,3 +91,8 @@ def manifest_of(folder: str) -> str:
 def ledger_abandoned(number: int) -> str:
     """Mark beside a claim whose round was never trained."""
     return f"ledger/{number:04d}.abandoned.json"
+
+
+def ledger_excluded(number: int, content: str) -> str:
+    """Ids that the round's claim left out, and why; ``content`` is the beginning of its hash."""
+    return f"ledger/{number:04d}.excluded-{content}.jsonl"

@@ -30,7 +30,9 @@ class _Gather(torch.autograd.Function):
     """log_softmax(h W^T / T) at few ids; grad_logits = (sum of gradients at the ids - p * their total) / T."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, ...]:
         """See :func:`gather_logprobs`."""
         ids_N1K, temperature_N, chunk = rest
         picked, lses, entropies = [], [], []

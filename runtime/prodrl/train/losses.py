@@ -53,7 +53,7 @@ class Weighting:
         return torch.where(self.inside(log_p - log_q), torch.exp(log_p), 0.0)
 
     def tail(self, log_rho: Tensor) -> Tensor:
-        """alpha = rho*f(1/rho): what one unit of the trainer's tail mass weighs."""
+        """Alpha = rho*f(1/rho): what one unit of the trainer's tail mass weighs."""
         rho = torch.exp(log_rho)
         if self.kind == "None":
             return rho
@@ -96,12 +96,12 @@ class Tokens:
 
 
 def masked_logsumexp(logp_NK: Tensor, mask_NK: Tensor) -> Tensor:
-    """log of the masked mass; padding is replaced before anything is computed, so that 0 * inf cannot arise."""
+    """Log of the masked mass; padding is replaced before anything is computed, so that 0 * inf cannot arise."""
     return torch.logsumexp(torch.where(mask_NK, logp_NK, -torch.inf), dim=-1)
 
 
 def log_support_mass(tokens: Tokens) -> Tensor:
-    """log p(S) where the support is complete, else 0: what turns p into p~."""
+    """Log p(S) where the support is complete, else 0: what turns p into p~."""
     mass_N = masked_logsumexp(tokens.logp_head_NK, _mask_or_first(tokens))
     return torch.where(tokens.complete_N, mass_N, 0.0)
 
@@ -194,9 +194,7 @@ def policy_gradient(tokens: Tokens, correction: CorrectionConfig) -> Tensor:
         return score_centering(tokens, weighting)
     if correction.type == "ReferenceModel":
         assert tokens.reference_logp_N is not None
-        return tis_ppo_clip(
-            tokens.logp_N, tokens.start_logp_N, tokens.reference_logp_N, tokens.advantage_N, correction
-        )
+        return tis_ppo_clip(tokens.logp_N, tokens.start_logp_N, tokens.reference_logp_N, tokens.advantage_N, correction)
     logp_N = tokens.logp_N - log_support_mass(tokens)
     start_N = tokens.start_logp_N - tokens.start_log_mass_N
     return tis_ppo_clip(logp_N, start_N, tokens.log_mu_N, tokens.advantage_N, correction)

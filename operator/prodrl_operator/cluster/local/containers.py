@@ -27,7 +27,7 @@ MARK = "PRODRL_LOCAL_CONTAINER"
 _KEPT_ATTEMPTS = 8
 _LOST = 137
 _MESSAGE_BYTES = 4096
-_children: list[subprocess.Popen[bytes]] = []
+_children: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class State:
     finished: float = 0.0
     code: int = 0
     signal: int = 0
+    is_out_of_memory: bool = False
     message: str = ""
     pid: int = 0
 
@@ -68,15 +69,7 @@ class Container:
             if ran is None:
                 return State("starting", number, started=(folder / "spec.json").stat().st_mtime)
             return State("running", number, started=ran["started"], pid=ran["pid"])
-        return State(
-            "ended",
-            number,
-            started=ended["started"],
-            finished=ended["finished"],
-            code=ended["code"],
-            signal=ended["signal"],
-            message=_message(folder, ended["code"]),
-        )
+        return _ended(number, folder, ended)
 
     def last_attempt(self) -> int | None:
         """Number of the newest attempt."""
@@ -85,16 +78,9 @@ class Container:
 
     def history(self) -> list[State]:
         """Ended attempts that are still remembered, oldest first."""
-        states = []
-        for number in self._numbers():
-            ended = read_json(self.folder / str(number) / "exit.json")
-            if ended:
-                message = _message(self.folder / str(number), ended["code"])
-                times = {"started": ended["started"], "finished": ended["finished"]}
-                states.append(
-                    State("ended", number, **times, code=ended["code"], signal=ended["signal"], message=message)
-                )
-        return states
+        folders = [(number, self.folder / str(number)) for number in self._numbers()]
+        ends = [(number, folder, read_json(folder / "exit.json")) for number, folder in folders]
+        return [_ended(number, folder, end) for number, folder, end in ends if end]
 
     def prepare(self, number: int, spec: dict[str, Any]) -> None:
         """Write down that attempt ``number`` is to run; forget very old ones."""
@@ -124,7 +110,8 @@ class Container:
                 env={},
                 close_fds=True,
             )
-        _children.append(child)
+        reap()
+        _children[folder] = child
 
     def terminate(self) -> None:
         """SIGTERM to the first process."""
@@ -161,9 +148,28 @@ class Container:
         return sorted(int(name) for name in found if (self.folder / name / "spec.json").exists())
 
 
+def _ended(number: int, folder: Path, end: dict[str, Any]) -> State:
+    return State(
+        "ended",
+        number,
+        started=end["started"],
+        finished=end["finished"],
+        code=end["code"],
+        signal=end["signal"],
+        is_out_of_memory=end.get("oom", False),
+        message=_message(folder, end["code"]),
+    )
+
+
 def reap() -> None:
     """Collect the shims of this controller that have ended."""
-    _children[:] = [child for child in _children if child.poll() is None]
+    for folder in [folder for folder, child in _children.items() if child.poll() is not None]:
+        del _children[folder]
+
+
+def has_children(prefix: Path) -> bool:
+    """Whether a shim of this controller below ``prefix`` has not ended, or has not even begun."""
+    return any(folder.is_relative_to(prefix) for folder in _children)
 
 
 def is_locked(path: Path) -> bool:

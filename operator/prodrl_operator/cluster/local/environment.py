@@ -41,6 +41,7 @@ _IDLE_SECONDS = 0.1
 _RESYNC_SECONDS = 1.0
 _VOLUME_SECONDS = 2.0
 _EVENT_SECONDS = 60.0
+_JOIN_SECONDS = 10.0
 
 
 class LocalCluster:
@@ -105,7 +106,7 @@ class LocalCluster:
         self._stopping.set()
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout=_JOIN_SECONDS)
             self._unwatch()
         if terminate:
             self.runner.stop()

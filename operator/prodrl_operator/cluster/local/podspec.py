@@ -8,8 +8,8 @@ Used by ``store`` (``check`` as admission) and ``runner`` (``render``). The tran
   env values, workingDir and exec probes, the folder of the volume replaces it. So does the container's file for its
   termination message. Texts of ConfigMaps keep their paths: they may be the user's own.
 - All pods share one network: each has a loopback address of its own, which replaces ``0.0.0.0``. There is no DNS:
-  ``SERVICE.NAMESPACE.svc`` (with or without ``.cluster.local``) and ``://SERVICE`` become the Service's address,
-  ``POD_HOSTNAME.SERVICE.NAMESPACE.svc`` the address of the Indexed Job's pod.
+  ``SERVICE.NAMESPACE.svc`` (with or without ``.cluster.local``) and ``http://SERVICE`` become the Service's address,
+  ``POD_HOSTNAME.SERVICE.NAMESPACE.svc`` the address of the Indexed Job's pod; in texts of ConfigMaps, too.
 - Accepted without effect: resources (nothing is limited), security contexts, service accounts, placement (node
   selectors, tolerations, affinity, spreading, priorities), pull settings, readOnly mounts. Nothing isolates
   these processes.

@@ -131,7 +131,7 @@ def _waiting_message(fact: Fact) -> str:
 def _terminated(state: State) -> Object:
     result: Object = {
         "exitCode": state.code,
-        "reason": "Error" if state.code else "Completed",
+        "reason": "OOMKilled" if state.is_out_of_memory else "Error" if state.code else "Completed",
         "startedAt": _time(state.started),
         "finishedAt": _time(state.finished),
     }

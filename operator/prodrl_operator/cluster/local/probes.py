@@ -63,7 +63,8 @@ class Watcher:
     """The probes of one attempt of one container."""
 
     container: Object
-    started: float
+    began: float
+    """On the monotonic clock; delays count from here."""
     target: Target
     pool: ThreadPoolExecutor
     _probes: dict[str, _Running] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class Watcher:
     def _verdict(self, name: str, *, passing: bool) -> Verdict:
         if name not in self._probes:
             delay = self.container[name].get("initialDelaySeconds", 0)
-            self._probes[name] = _Running(Verdict(is_passing=passing), self.started + delay)
+            self._probes[name] = _Running(Verdict(is_passing=passing), self.began + delay)
         return self._probes[name].verdict
 
 

@@ -24,7 +24,7 @@ from prodrl_operator.cluster import port
 from prodrl_operator.cluster.local import containers, network, podspec, podstatus, probes, volumes
 from prodrl_operator.cluster.local.containers import Container, State
 from prodrl_operator.cluster.local.store import ObjectStore, timestamp
-from prodrl_operator.errors import OperatorError
+from prodrl_operator.errors import InvalidError, UnsupportedError
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ Object = dict[str, Any]
 NODE = "local"
 DRAIN_SECONDS = 0.4
 """A pod leaves its Services this long before it is told to stop; Kubernetes needs a preStop sleep for that."""
+STARTING_SECONDS = 2.0
+"""A shim that has not started its container by then is started again."""
+RETRY_SECONDS = 1.0
+"""After a step of a pod that raised."""
 JOB_NICE = 5
 """Jobs give way to what serves users."""
 
@@ -80,6 +84,7 @@ class _Memory:
     """Container -> why it waits."""
     drained_at: float = 0.0
     """When the pod, on its way out, has left the Services."""
+    retry_at: float = 0.0
 
 
 class Runner:
@@ -104,9 +109,10 @@ class Runner:
         for pod in pods:
             try:
                 self._sync_pod(pod)
-            except OperatorError as error:
+            except (InvalidError, UnsupportedError) as error:
                 self._fail_pod(pod, "CreateContainerConfigError", str(error))
-            except Exception:  # one pod's trouble must not stop the others
+            except Exception:  # one pod's trouble (a full disk, say) must not stop the others
+                self._memory[pod["metadata"]["uid"]].retry_at = time.monotonic() + RETRY_SECONDS
                 _log.exception("pod %s/%s: sync failed", pod["metadata"]["namespace"], pod["metadata"]["name"])
         self._remove_strangers({pod["metadata"]["uid"] for pod in pods})
 
@@ -118,14 +124,17 @@ class Runner:
         deadline = time.monotonic() + self.settings.stop_seconds
         while any(c.state().phase in ("starting", "running") for c in folders) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for container in folders:
-            container.kill()
-        while any(containers.is_locked(p) for p in (self.data / "pods").glob("*/containers/*/*/lock")):
+        while self._any_lives() and time.monotonic() < deadline + 5:
+            for container in folders:  # again and again: one may just be starting
+                container.kill()
             time.sleep(0.02)
-            if time.monotonic() > deadline + 5:
-                break
         containers.kill_marked(str(self.data / "pods"))
         containers.reap()
+
+    def _any_lives(self) -> bool:
+        containers.reap()
+        locks = (self.data / "pods").glob("*/containers/*/*/lock")
+        return containers.has_children(self.data / "pods") or any(containers.is_locked(path) for path in locks)
 
     def close(self) -> None:
         """End the probes."""
@@ -136,11 +145,15 @@ class Runner:
     def _sync_pod(self, pod: Object) -> None:
         uid = pod["metadata"]["uid"]
         memory = self._memory.setdefault(uid, _Memory())
+        if time.monotonic() < memory.retry_at:
+            return
         if "deletionTimestamp" in pod["metadata"]:
             self._end_pod(pod, memory)
             return
         phase = pod.get("status", {}).get("phase", "Pending")
         if phase in ("Succeeded", "Failed"):
+            for name in ("volumes", "files", "work"):  # its emptyDirs may be large; claims are elsewhere
+                shutil.rmtree(self._folder(pod) / name, ignore_errors=True)
             return
         if not pod["spec"].get("nodeName"):
             pod = self._bind(pod) or pod
@@ -154,7 +167,8 @@ class Runner:
         self._report(pod, memory, states)
 
     def _bind(self, pod: Object) -> Object | None:
-        taken = {p.get("status", {}).get("podIP") for p in self.store.list(port.POD)}
+        others = (other.get("status", {}) for other in self.store.list(port.POD))
+        taken = {other.get("podIP") for other in others if other.get("phase") not in ("Succeeded", "Failed")}
         ports = [p["containerPort"] for c in pod["spec"]["containers"] for p in c.get("ports", ())]
         address = self.addresses.free_pod_address(taken, ports)
         now = timestamp(podstatus.now())
@@ -193,7 +207,7 @@ class Runner:
                 memory.reasons[name] = "CrashLoopBackOff"
             elif self._start(pod, memory, container, box):
                 return box.state()
-        elif state.phase == "starting" and time.time() - state.started > 1:
+        elif state.phase == "starting" and time.time() - state.started > STARTING_SECONDS:
             box.launch(state.attempt)  # the controller died before its shim began
         return state
 
@@ -267,12 +281,12 @@ class Runner:
             ports = {p["name"]: p["containerPort"] for p in container.get("ports", ()) if "name" in p}
             translate = self._translation(pod, container, folder).text
             target = probes.Target(pod["status"]["podIP"], ports, spec["env"], spec["cwd"], translate)
-            memory.watchers[name] = probes.Watcher(container, state.started, target, self._pool)
+            memory.watchers[name] = probes.Watcher(container, time.monotonic(), target, self._pool)
         watcher = memory.watchers[name]
-        watcher.poll(time.time())
+        watcher.poll(time.monotonic())
         if watcher.failure and name not in memory.term_at:
             _log.info("pod %s container %s: %s", pod["metadata"]["name"], name, watcher.failure)
-            memory.term_at[name] = time.time()
+            memory.term_at[name] = time.monotonic()
             self._ask_to_end(pod, container, box)
         self._kill_when_late(pod, memory, name, box)
 
@@ -280,26 +294,27 @@ class Runner:
 
     def _end_pod(self, pod: Object, memory: _Memory) -> None:
         if any(c.get("ready") for c in pod.get("status", {}).get("containerStatuses", ())):
-            memory.drained_at = time.time() + DRAIN_SECONDS
+            memory.drained_at = time.monotonic() + DRAIN_SECONDS
             self._edit(pod, podstatus.mark_not_ready)
-        if time.time() < memory.drained_at:
+        if time.monotonic() < memory.drained_at:
             return
         is_over = True
         for container in [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]:
             name = container["name"]
             box = self._box(pod, name)
-            if box.state().phase == "starting":
-                box.launch(box.last_attempt() or 0)  # let it come up, so that it can be ended by its shim
-            if box.state().phase in ("starting", "running"):
+            state = box.state()
+            if state.phase == "starting" and time.time() - state.started > STARTING_SECONDS:
+                box.launch(state.attempt)  # let it come up, so that its shim can end it
+            if state.phase in ("starting", "running"):
                 is_over = False
-                if box.state().phase == "running" and name not in memory.term_at:
-                    memory.term_at[name] = time.time()
+                if state.phase == "running" and name not in memory.term_at:
+                    memory.term_at[name] = time.monotonic()  # a restarted controller asks again
                     self._ask_to_end(pod, container, box)
                 self._kill_when_late(pod, memory, name, box)
         if is_over:
             containers.kill_marked(str(self._folder(pod)))
             self._memory.pop(pod["metadata"]["uid"], None)
-            shutil.rmtree(self._folder(pod), ignore_errors=True)
+            volumes.release(self._folder(pod))
             self.store.remove(*_id(pod), uid=pod["metadata"]["uid"])
 
     def _ask_to_end(self, pod: Object, container: Object, box: Container) -> None:
@@ -326,11 +341,11 @@ class Runner:
     def _kill_when_late(self, pod: Object, memory: _Memory, name: str, box: Container) -> None:
         asked = memory.term_at.get(name)
         grace = pod["spec"].get("terminationGracePeriodSeconds", 30)
-        if asked is not None and time.time() > asked + grace:
+        if asked is not None and time.monotonic() > asked + grace:
             box.kill()
 
     def _fail_pod(self, pod: Object, reason: str, message: str) -> None:
-        for container in pod["spec"]["containers"]:
+        for container in [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]:
             self._box(pod, container["name"]).kill()
 
         def fail(it: Object) -> None:
@@ -343,7 +358,7 @@ class Runner:
         for folder in (self.data / "pods").iterdir():
             if folder.name not in known:
                 containers.kill_marked(str(folder))
-                shutil.rmtree(folder, ignore_errors=True)
+                volumes.release(folder)
                 self._memory.pop(folder.name, None)
 
     # Reports and lookups.

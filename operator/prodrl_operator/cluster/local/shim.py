@@ -40,16 +40,27 @@ def main(folder: str) -> int:
     signals = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     started = time.time()
+    num_ooms = count_ooms()
     child = os.fork()
     if child == 0:
         _become(spec, libc)
     _write("pid.json", {"pid": child, "start": start_ticks(child), "shim": os.getpid(), "started": started})
-    status = _wait(child, signals)
+    status, is_ours = _wait(child, signals)
     _kill_rest(child)
     code = os.waitstatus_to_exitcode(status)
     end = {"code": code if code >= 0 else 128 - code, "signal": max(0, -code), "started": started}
+    end["oom"] = code == -signal.SIGKILL and not is_ours and count_ooms() > num_ooms
     _write("exit.json", end | {"finished": time.time()})
     return 0
+
+
+def count_ooms() -> int:
+    """Processes that the kernel has killed for want of memory, on the whole machine: a hint, not a proof."""
+    try:
+        with open("/proc/vmstat", encoding="utf-8") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    except OSError:
+        return 0
 
 
 def start_ticks(pid: int) -> int:
@@ -86,13 +97,15 @@ def _become(spec: dict, libc: ctypes.CDLL) -> None:  # type: ignore[type-arg]
         os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_EXECUTE)
 
 
-def _wait(child: int, signals: set) -> int:  # type: ignore[type-arg]
-    """Pass signals on and reap until the first process has ended; its wait status."""
+def _wait(child: int, signals: set) -> tuple:  # type: ignore[type-arg]
+    """Pass signals on and reap until the first process has ended; its wait status, and whether we killed it."""
+    is_ours = False
     while True:
         number = signal.sigwait(signals)
         if number == signal.SIGTERM:
             _signal(child, signal.SIGTERM)
         elif number == signal.SIGUSR1:
+            is_ours = True
             _signal(child, signal.SIGKILL)
         while True:
             try:
@@ -100,7 +113,7 @@ def _wait(child: int, signals: set) -> int:  # type: ignore[type-arg]
             except ChildProcessError:
                 break
             if pid == child:
-                return status
+                return status, is_ours
             if pid == 0:
                 break
 

@@ -1,6 +1,7 @@
 """Volumes as folders of this machine. Called by ``runner``; which path stands for which is ``podspec``'s business.
 
-- ``emptyDir``: a folder of the pod, gone with it. ``persistentVolumeClaim``: ``volumes/NAMESPACE/CLAIM`` in the data
+- ``emptyDir``: a folder of the pod, gone with it; with ``medium: Memory`` one in ``/dev/shm``, whose path is short enough
+  for the sockets that engines put there (the kernel's limit is 107 characters). ``persistentVolumeClaim``: ``volumes/NAMESPACE/CLAIM`` in the data
   folder, kept. ``hostPath``: that path itself.
 - ``configMap`` and ``secret``: files as the kubelet writes them, each a link through ``..data`` to a folder that is
   replaced as a whole, so that a reader never sees half an update. They are written once for each container that
@@ -20,6 +21,7 @@ from typing import Any
 from prodrl_operator.errors import InvalidError
 
 Object = dict[str, Any]
+MEMORY = Path("/dev/shm")  # noqa: S108  (that is what the kernel calls it)
 Read = Callable[[str, str], Object | None]
 """(kind, name) -> the ConfigMap or Secret."""
 
@@ -38,7 +40,7 @@ def targets(pod: Object, container: Object, pod_folder: Path, data: Path) -> dic
         if ".." in Path(sub).parts or Path(sub).is_absolute():
             raise InvalidError(f"Pod {pod['metadata']['name']}: subPath must stay inside the volume, got {sub!r}")
         target = folder / sub if sub else folder
-        if not _is_projected(volume) and not (sub and target.exists()):
+        if not _is_projected(volume) and not target.exists():
             target.mkdir(parents=True, exist_ok=True)
         result[mount["mountPath"]] = target
     return result
@@ -58,7 +60,28 @@ def _folder(pod: Object, container: Object, volume: Object, pod_folder: Path, da
         return path
     if "persistentVolumeClaim" in volume:
         return data / "volumes" / str(pod["metadata"]["namespace"]) / str(volume["persistentVolumeClaim"]["claimName"])
-    return pod_folder / "volumes" / str(volume["name"])
+    folder = pod_folder / "volumes" / str(volume["name"])
+    if volume.get("emptyDir", {}).get("medium") == "Memory":
+        return _in_memory(folder, pod["metadata"]["uid"])
+    return folder
+
+
+def _in_memory(folder: Path, uid: str) -> Path:
+    """A folder in memory, linked from the pod's so that :func:`release` finds it."""
+    target = MEMORY / f"prodrl-{uid[:13]}-{folder.name}"
+    target.mkdir(mode=0o700, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not folder.is_symlink():
+        folder.symlink_to(target)
+    return target
+
+
+def release(pod_folder: Path) -> None:
+    """Remove all of a pod's folders, those in memory too."""
+    for link in (pod_folder / "volumes").glob("*"):
+        if link.is_symlink():
+            shutil.rmtree(link.resolve(), ignore_errors=True)
+    shutil.rmtree(pod_folder, ignore_errors=True)
 
 
 def project(pod: Object, container: Object, pod_folder: Path, read: Read, translate: Callable[[str], str]) -> None:
@@ -121,8 +144,9 @@ def _write_atomically(folder: Path, contents: Mapping[str, tuple[bytes, int]]) -
     for item in folder.iterdir():
         if item.is_symlink() and item.name != "..data" and item.name not in wanted:
             item.unlink()
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    for item in folder.glob("..*"):
+        if not item.is_symlink() and item not in (fresh, old):  # the one before may be being read
+            shutil.rmtree(item, ignore_errors=True)
 
 
 def _equals(folder: Path, contents: Mapping[str, tuple[bytes, int]]) -> bool:
