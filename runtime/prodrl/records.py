@@ -43,6 +43,7 @@ class Reason(StrEnum):
     MULTIPLE_CHOICES = "MultipleChoices"
     NON_FINITE = "NonFiniteLogprob"
     INCONSISTENT = "InconsistentRecord"
+    LOGPROBS_MODE = "LogprobsModeNotProcessed"
     MIXED_POLICY = "MixedPolicy"
     RECORD_MISSING = "RecordMissing"
     RECORDED_WHILE_TRAINING = "RecordedWhileTraining"

@@ -176,6 +176,17 @@ def test_a_changed_config_map_reaches_a_running_pod_at_once_or_not_at_all(cluste
     assert finished(cluster, "reader")["end"]["type"] == "Complete"
 
 
+def test_an_ended_pod_leaves_no_scratch_behind(cluster):
+    volumes = [{"name": "disk", "emptyDir": {}}, {"name": "memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "disk", "mountPath": "/disk"}, {"name": "memory", "mountPath": "/memory"}]
+    script = "touch /disk/x /memory/x && echo /disk /memory > /dev/termination-log"
+    cluster.store.create(job("scratch", script, container={"volumeMounts": mounts}, pod={"volumes": volumes}))
+    assert finished(cluster, "scratch")["end"]["type"] == "Complete"
+    folders = terminated(pods_of(cluster, "scratch")[0])["message"].split()
+    assert len(folders) == 2
+    eventually(lambda: not any(os.path.exists(folder) for folder in folders))
+
+
 def test_a_path_cannot_leave_its_volume(cluster, tmp_path):
     mounts = {"volumeMounts": [{"name": "t", "mountPath": "/t", "subPath": "../../../x"}]}
     cluster.store.create(job("escape", "true", container=mounts, pod={"volumes": [{"name": "t", "emptyDir": {}}]}))

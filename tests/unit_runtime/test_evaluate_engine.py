@@ -28,10 +28,15 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
-ARGUMENTS = (
-    "--served-model-name=chess --enforce-eager --max-model-len=256 --max-num-seqs=16 --logprobs-mode=processed_logprobs"
-    " --kv-cache-memory-bytes=67108864 --disable-uvicorn-access-log"
-).split()
+ARGUMENTS = [
+    "--served-model-name=chess",
+    "--enforce-eager",
+    "--max-model-len=256",
+    "--max-num-seqs=16",
+    "--logprobs-mode=processed_logprobs",
+    "--kv-cache-memory-bytes=67108864",
+    "--disable-uvicorn-access-log",
+]
 
 
 @pytest.fixture
@@ -91,7 +96,6 @@ def test_agreement_of_a_served_export(serve, tmp_path, quantization, least, most
         agreement_samples=8,
     )
     found = evaluate(config, Progress()).agreement
-    print(quantization, found)
     assert found.tokens == 8 * 63
     assert least <= found.mean_abs <= most
     assert found.mean_abs < found.p99_abs < 5.0

@@ -142,6 +142,11 @@ def judge(trajectory: Trajectory, rules: Rules, now_ms: int) -> Judgement:
         return Judgement(Fate.WAITING)
     if not math.isfinite(trajectory.reward):
         return Judgement(Fate.EXCLUDED, Reason.INVALID_REWARD)
+    return _completeness(trajectory, rules, now_ms)
+
+
+def _completeness(trajectory: Trajectory, rules: Rules, now_ms: int) -> Judgement:
+    """Whether all records of a scored trajectory are here."""
     recorded, answered = trajectory.recorded_requests(), trajectory.answered_requests()
     if recorded == answered:
         return Judgement(Fate.READY)
@@ -155,21 +160,19 @@ def judge(trajectory: Trajectory, rules: Rules, now_ms: int) -> Judgement:
 def _lasting_fault(trajectory: Trajectory, rules: Rules) -> str:
     """The first fault that no later event cures; empty when there is none."""
     turns = trajectory.turns()
-    if {line.policy_digest for line in turns} != {rules.digest}:
-        return Reason.MIXED_POLICY
-    if rules.is_sync and trajectory.first_ms < rules.collect_from_ms:
-        return Reason.RECORDED_WHILE_TRAINING
-    for line in turns:
-        if line.reasons:
-            return line.reasons[0]
-    if any(entry.failed_request_ids for entry in trajectory.feedback.values()):
-        return Reason.ENGINE_ERROR
-    if trajectory.num_tokens == 0:
-        return Reason.EMPTY
+    recorded_faults = [reason for line in turns for reason in line.reasons]
+    has_failed = any(entry.failed_request_ids for entry in trajectory.feedback.values())
     # A sample ends with its last turn, whose prompt holds all before it: no sample is longer than the longest turn.
-    if max(line.num_prompt + line.num_output for line in turns) > rules.max_sequence_tokens:
-        return Reason.TOO_LONG
-    return ""
+    longest = max(line.num_prompt + line.num_output for line in turns)
+    faults = (
+        (any(line.policy_digest != rules.digest for line in turns), Reason.MIXED_POLICY),
+        (rules.is_sync and trajectory.first_ms < rules.collect_from_ms, Reason.RECORDED_WHILE_TRAINING),
+        (bool(recorded_faults), recorded_faults[0] if recorded_faults else ""),
+        (has_failed, Reason.ENGINE_ERROR),
+        (trajectory.num_tokens == 0, Reason.EMPTY),
+        (longest > rules.max_sequence_tokens, Reason.TOO_LONG),
+    )
+    return next((str(reason) for is_found, reason in faults if is_found), "")
 
 
 def of_policy(known: Known, digest: str) -> list[Trajectory]:

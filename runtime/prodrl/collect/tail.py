@@ -34,8 +34,19 @@ _READERS = 8
 _LISTING_SHARE = 0.05
 """Share of the time that full listings may take; between two of them only the ends of known writers are asked for."""
 
-_MAX_LOGPROB = 1e-3
+_COPIED = (
+    "record_id",
+    "request_id",
+    "trajectory_id",
+    "policy_digest",
+    "policy_round",
+    "started_ms",
+    "finished_ms",
+)
+_MAX_LOGPROB = 1e-4
 """Rounding may lift a log probability above 0 by this much."""
+_MASS_TOLERANCE = 2e-3
+"""How far the probabilities of a head may be from 1: some hundred float32 roundings."""
 
 _T = TypeVar("_T")
 
@@ -99,14 +110,24 @@ def read_lines(store: Store, manifest_key: str) -> list[Line]:
     table = read_table(store, manifest_key)
     inconsistent, non_finite = _faults(table)
     num_prompt, num_output = _lengths(table, "prompt_ids"), _lengths(table, "output_ids")
-    names = ("record_id", "request_id", "trajectory_id", "policy_digest", "policy_round", "started_ms", "finished_ms")
-    columns = [table.column(name).to_pylist() for name in (*names, "trainable", "reasons")]
+    columns = {name: table.column(name).to_pylist() for name in (*_COPIED, "trainable", "reasons")}
     lines = []
-    for row, (*identity, trainable, reasons) in enumerate(zip(*columns, strict=True)):
-        found = list(reasons or ())
-        found += [Reason.INCONSISTENT.value] if inconsistent[row] or (not trainable and not found) else []
-        found += [Reason.NON_FINITE.value] if non_finite[row] else []
-        lines.append(Line(*identity, int(num_prompt[row]), int(num_output[row]), tuple(found), manifest_key, row))
+    for row in range(table.num_rows):
+        found = list(columns["reasons"][row] or ())
+        if inconsistent[row] or not (columns["trainable"][row] or found):
+            found.append(Reason.INCONSISTENT.value)
+        if non_finite[row]:
+            found.append(Reason.NON_FINITE.value)
+        lines.append(
+            Line(
+                **{name: columns[name][row] for name in _COPIED},
+                num_prompt=int(num_prompt[row]),
+                num_output=int(num_output[row]),
+                reasons=tuple(found),
+                shard=manifest_key,
+                row=row,
+            )
+        )
     return lines
 
 
@@ -127,9 +148,13 @@ def _faults(table: pa.Table) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     inconsistent |= _lengths(table, "head_offsets") != num_output + 1
     inconsistent |= (_lengths(table, "prompt_ids") == 0) & (num_output > 0)
     offsets, bounds = _flat(table, "head_offsets")
+    head, head_bounds = _flat(table, "head_logprobs")
+    is_complete = table.column("support_complete").to_pylist()
     for row in np.flatnonzero(~inconsistent):
-        own = offsets[bounds[row] : bounds[row + 1]]
-        inconsistent[row] = own[0] != 0 or own[-1] != num_head[row] or bool((np.diff(own) < 0).any())
+        own = offsets[bounds[row] : bounds[row + 1]].astype(np.int64)
+        is_broken = own[0] != 0 or own[-1] != num_head[row] or bool((np.diff(own) < 0).any())
+        logprobs = head[head_bounds[row] : head_bounds[row + 1]].astype(np.float64)
+        inconsistent[row] = is_broken or _has_wrong_mass(logprobs, own, is_complete[row])
     temperature = np.asarray(table.column("temperature")).astype(np.float32)
     inconsistent |= ~(np.isfinite(temperature) & (temperature >= 0))
     non_finite = np.zeros(table.num_rows, np.bool_)
@@ -139,6 +164,15 @@ def _faults(table: pa.Table) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         non_finite |= _any_in_row(~np.isfinite(logprobs), bounds)
         inconsistent |= _any_in_row(logprobs > _MAX_LOGPROB, bounds)
     return inconsistent, non_finite
+
+
+def _has_wrong_mass(logprobs: NDArray[np.float64], offsets: NDArray[np.int64], is_complete: bool) -> bool:
+    """Whether the head of some position holds more than all probability, or a complete one holds less."""
+    if not np.isfinite(logprobs).all():
+        return False  # has a reason of its own
+    total = np.concatenate([np.zeros(1), np.cumsum(np.exp(np.minimum(logprobs, 0.0)))])
+    mass = total[offsets[1:]] - total[offsets[:-1]]
+    return bool((mass > 1 + _MASS_TOLERANCE).any() or (is_complete and (mass < 1 - _MASS_TOLERANCE).any()))
 
 
 def _any_in_row(is_bad: NDArray[np.bool_], bounds: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -247,9 +247,10 @@ class Proxy:
             return
         self._stats.left(exchange.route.digest, outcome)
         assert exchange.trajectory is not None
-        is_failed = outcome != "answered"
-        if exchange.is_recorded if not is_failed else exchange.is_in_engine:
-            self._trails.add(exchange.trajectory, exchange.request_id, is_failed=is_failed)
+        if outcome == "answered" and exchange.is_recorded:
+            self._trails.add(exchange.trajectory, exchange.request_id, is_failed=False)
+        elif outcome != "answered" and exchange.is_in_engine:
+            self._trails.add(exchange.trajectory, exchange.request_id, is_failed=True)
 
     def _unavailable(self, exchange: Exchange) -> wire.Refusal:
         if exchange.route is None:

@@ -2,12 +2,13 @@
 
 Trajectories are shuffled by (seed, round); a minibatch is S*B cut into S pieces of B. Each of its samples goes to one
 rank, and each rank pads its samples into micro-batches under a token budget. Samples never see each other (one row
-each; attention is causal and padding comes last), so packing changes no number. The weight 1/(B*T_i) of every loss token
-is fixed here, over trajectories, whatever the split into samples, micro-batches and ranks.
+each; attention is causal and padding comes last), so packing changes no number. The weight 1/(B*T_i) of every loss
+token is fixed here, over trajectories, whatever the split into samples, micro-batches and ranks.
 
 Shape legend: R = rows of a micro-batch, L = their padded length, N = loss tokens, K = head entries (padded, >= 1).
 """
 
+# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
 from __future__ import annotations
 
 import dataclasses

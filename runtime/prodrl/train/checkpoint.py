@@ -11,9 +11,12 @@ The uploads here do not look at ``stop_requested``: a checkpoint is what a stopp
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import json
 import logging
+import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,36 +54,46 @@ class TrainerState:
     """EMA of the reward; kept whatever the baseline, so that it may be changed between rounds."""
 
 
-def save(
-    store: Store, key: str, folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: TrainerState,
-    identity: str, ranks: Ranks,
-) -> Manifest:  # fmt: skip
-    """Write a checkpoint to ``key``; every rank must call it.
+@dataclass
+class Trainer:
+    """What a checkpoint holds."""
+
+    policy: Policy
+    """Float32 master weights, perhaps sharded."""
+    optimizer: torch.optim.AdamW
+    """Of :func:`adam`."""
+    state: TrainerState
+
+
+def save(store: Store, key: str, folder: Path, trainer: Trainer, identity: str, ranks: Ranks) -> Manifest:
+    """Write a checkpoint to ``key``, by way of ``folder`` (new, one a node); every rank must call it.
 
     Args:
         store: Where to.
         key: Folder of the store.
-        folder: Empty folder of this node.
-        policy: Its parameters are saved,
-        optimizer: ... and the Adam state of each.
-        state: Counters.
+        folder: Local space for it; removed again.
+        trainer: What to write.
         identity: What a resuming attempt must have in common (see ``loop``).
         ranks: Among which the tensors are sharded.
 
     Raises:
         StorageFullError: No space; the key has no manifest then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    policy, optimizer, state = trainer.policy, trainer.optimizer, trainer.state
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(_tensors(policy, optimizer), storage_writer=writer, no_dist=ranks.world_size == 1)
+        with _alone_is_fine():
+            dcp.save(_tensors(policy, optimizer), storage_writer=writer, no_dist=ranks.world_size == 1)
         if ranks.is_first:
             content = asdict(state) | {"adam_steps": _adam_steps(policy, optimizer), "rng": _rng()}
             (folder / _STATE).write_text(json.dumps(content), encoding="utf-8")
     except (OSError, CheckpointException) as exc:
         raise _fault(exc, key) from exc
     attributes = {"identity": identity, "step": str(state.step), "global_step": str(state.global_step)}
-    return publish(store, key, folder, attributes, ranks)
+    manifest = publish(store, key, folder, attributes, ranks)
+    if ranks.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    return manifest
 
 
 def publish(store: Store, key: str, folder: Path, attributes: dict[str, str], ranks: Ranks) -> Manifest:
@@ -120,21 +133,23 @@ def fetch(store: Store, key: str, folder: Path, ranks: Ranks) -> Manifest:
     return read_manifest(store, key)
 
 
-def load(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks) -> TrainerState:
-    """Fill policy and optimizer from a fetched checkpoint; every rank must call it.
+def load(folder: Path, trainer: Trainer, ranks: Ranks) -> None:
+    """Fill ``trainer`` from a fetched checkpoint; every rank must call it.
 
     Raises:
         DataError: It does not fit the model.
     """
+    policy, optimizer = trainer.policy, trainer.optimizer
     try:
         content = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        dcp.load(_tensors(policy, optimizer), storage_reader=reader, no_dist=ranks.world_size == 1)
+        with _alone_is_fine():
+            dcp.load(_tensors(policy, optimizer), storage_reader=reader, no_dist=ranks.world_size == 1)
         steps = content.pop("adam_steps")
         for name, parameter in policy.named_parameters():
             optimizer.state[parameter]["step"].fill_(float(steps[name]))
         torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(content.pop("rng"))), dtype=torch.uint8))
-        return TrainerState(**content)
+        trainer.state = TrainerState(**content)
     except (CheckpointException, KeyError, ValueError, RuntimeError, TypeError, OSError) as exc:
         raise DataError(f"Checkpoint {folder.name}: does not fit the model, {exc}; start from its own weights") from exc
 
@@ -174,6 +189,14 @@ def adam(policy: Policy, **settings: Any) -> torch.optim.AdamW:
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
+
+
+@contextlib.contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """DCP warns when there is no process group, even when it was told so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ support is not refused but counted (``outside_support_fraction``).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ class Dataset:
         """
         for at in range(self.table.num_rows):
             row = self.row(at)
-            fault = _fault_of(row, vocabulary, max_sequence_tokens, needs_heads)
+            fault = next(_fault_of(row, vocabulary, max_sequence_tokens, needs_heads), None)
             if fault is not None:
                 name, index = self.row_names[at]
                 raise DataError(f"Dataset {self.key}: trajectory {name} sample {index}: {fault}; collect it again")
@@ -164,42 +165,41 @@ def read(folder: Path, manifest: Manifest, key: str) -> Dataset:
     return Dataset(key, table)
 
 
-def _fault_of(row: Row, vocabulary: int, max_sequence_tokens: int, needs_heads: bool) -> str | None:
-    """The first thing that is wrong with a sample; None when nothing is."""
+def _fault_of(row: Row, vocabulary: int, max_sequence_tokens: int, needs_heads: bool) -> Iterator[str]:
+    """Everything that is wrong with a sample; whoever asks for the first never reaches a check that builds on it."""
     count, length = len(row.loss_positions), len(row.ids)
     if length > max_sequence_tokens:
-        return f"longer than max_sequence_tokens {max_sequence_tokens}, got {length}"
+        yield f"longer than max_sequence_tokens {max_sequence_tokens}, got {length}"
     if {len(row.logprobs), len(row.temperatures), len(row.head_offsets) - 1} != {count}:
-        return "logprobs, temperatures and head_offsets must fit loss_positions"
+        yield "logprobs, temperatures and head_offsets must fit loss_positions"
     if count and not (row.loss_positions[0] >= 1 and row.loss_positions[-1] < length):
-        return f"loss_positions must lie in 1..{length - 1}, got {row.loss_positions[[0, -1]].tolist()}"
+        yield f"loss_positions must lie in 1..{length - 1}, got {row.loss_positions[[0, -1]].tolist()}"
     if np.any(np.diff(row.loss_positions) <= 0):
-        return "loss_positions must ascend"
+        yield "loss_positions must ascend"
     for name, ids in (("ids", row.ids), ("head_ids", row.head_ids)):
         if len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
-            return f"{name} must lie in 0..{vocabulary - 1}, got {int(ids.min())}..{int(ids.max())}"
+            yield f"{name} must lie in 0..{vocabulary - 1}, got {int(ids.min())}..{int(ids.max())}"
     if not np.all(np.isfinite(row.temperatures) & (row.temperatures > 0)):
-        return "temperatures must be finite and above 0"
+        yield "temperatures must be finite and above 0"
     for name, values in (("logprobs", row.logprobs), ("head_logprobs", row.head_logprobs)):
         if not np.all(np.isfinite(values)) or (len(values) and values.max() > LOGPROB_TOLERANCE):
-            return f"{name} must be finite and at most 0"
-    return _head_fault(row, needs_heads)
+            yield f"{name} must be finite and at most 0"
+    yield from _head_fault(row, needs_heads)
 
 
-def _head_fault(row: Row, needs_heads: bool) -> str | None:
+def _head_fault(row: Row, needs_heads: bool) -> Iterator[str]:
     sizes = np.diff(row.head_offsets)
     if len(row.head_ids) != len(row.head_logprobs) or row.head_offsets[0] != 0 or np.any(sizes < 0):
-        return "head_ids, head_logprobs and head_offsets must fit each other"
+        yield "head_ids, head_logprobs and head_offsets must fit each other"
     if row.head_offsets[-1] != len(row.head_ids):
-        return f"head_offsets must end at {len(row.head_ids)}, got {int(row.head_offsets[-1])}"
+        yield f"head_offsets must end at {len(row.head_ids)}, got {int(row.head_offsets[-1])}"
     if len(sizes) and sizes.min() == 0 and (needs_heads or row.support_complete):
-        return "has a position without a recorded head, which score centering and complete supports need"
+        yield "has a position without a recorded head, which score centering and complete supports need"
     owner = np.repeat(np.arange(len(sizes)), sizes)
     if len(np.unique(owner.astype(np.int64) << 32 | row.head_ids)) != len(owner):
-        return "a position has the same head id twice"
+        yield "a position has the same head id twice"
     mass = np.bincount(owner, weights=np.exp(row.head_logprobs.astype(np.float64)), minlength=len(sizes))
     if np.any(mass > 1 + MASS_TOLERANCE):
-        return f"the head's mass must be at most 1, got {mass.max():.6f}; logprobs are not those of the sampler"
+        yield f"the head's mass must be at most 1, got {mass.max():.6f}; logprobs are not those of the sampler"
     if row.support_complete and np.any(mass < 1 - MASS_TOLERANCE):
-        return f"a complete support must have mass 1, got {mass.min():.6f}"
-    return None
+        yield f"a complete support must have mass 1, got {mass.min():.6f}"

@@ -1,7 +1,7 @@
 """What one optimizer step looked like, as numbers. Called by ``loop``; written as JSON lines and TensorBoard events.
 
-Figures are means over loss tokens; names that end in ``_trajectory`` are the recipe's mean over trajectories of the mean
-over tokens, as are ``loss``, ``pg_loss`` and ``kl``. Ratios are the raw ones, before any cap, in float64: clipped
+Figures are means over loss tokens; names that end in ``_trajectory`` are the recipe's mean over trajectories of the
+mean over tokens, as are ``loss``, ``pg_loss`` and ``kl``. Ratios are the raw ones, before any cap, in float64: clipped
 weights would hide what these figures are for. Over a complete support p and p0 are renormalised like mu.
 
 Means of |log ratio| fall when entropy falls, even at constant error: look at ``entropy`` beside them.
@@ -9,9 +9,11 @@ Means of |log ratio| fall when entropy falls, even at constant error: look at ``
 Shape legend: N = loss tokens, K = head entries.
 """
 
+# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -157,7 +159,7 @@ def reward_figures(rewards_B: Tensor, lengths_B: Sequence[int]) -> Figures:
 
 def publish(store: Store, round_number: int, rows: Sequence[Figures], wall_times: Sequence[float]) -> None:
     """Replace the round's JSON lines and event file by those of all steps so far."""
-    lines = "".join(json.dumps(row | {"time": at}) + "\n" for row, at in zip(rows, wall_times, strict=True))
+    lines = "".join(_line(row, at) for row, at in zip(rows, wall_times, strict=True))
     store.put(layout.train_metrics(round_number), lines.encode())
     with tempfile.TemporaryDirectory(prefix="prodrl-events-") as folder:
         store.put_file(layout.train_events(round_number), _events(Path(folder), rows, wall_times))
@@ -166,12 +168,19 @@ def publish(store: Store, round_number: int, rows: Sequence[Figures], wall_times
 def read(store: Store, round_number: int, steps: int) -> tuple[list[Figures], list[float]]:
     """What an earlier attempt wrote about the first ``steps`` steps; nothing if it is damaged: curves are no input."""
     try:
-        rows = [json.loads(line) for line in store.get(layout.train_metrics(round_number)).splitlines()]
-        times = [float(row.pop("time")) for row in rows]
-    except (KeyError, ValueError):
+        lines = [json.loads(line) for line in store.get(layout.train_metrics(round_number)).splitlines()]
+        times = [float(line.pop("time")) for line in lines]
+        rows = [{name: math.nan if value is None else float(value) for name, value in line.items()} for line in lines]
+    except (KeyError, ValueError, TypeError, AttributeError):
         return [], []
     kept = [(row, at) for row, at in zip(rows, times, strict=True) if row.get("step", steps + 1) <= steps]
     return [row for row, _ in kept], [at for _, at in kept]
+
+
+def _line(row: Figures, at: float) -> str:
+    """JSON has no NaN: what is not finite becomes null."""
+    content = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    return json.dumps(content | {"time": at}, allow_nan=False) + "\n"
 
 
 def _events(folder: Path, rows: Sequence[Figures], wall_times: Sequence[float]) -> Path:

@@ -7,6 +7,7 @@ Memory is chunk * V instead of N * V, twice over.
 Shape legend: N = loss tokens, C = tokens of a chunk, H = hidden size, V = vocabulary, K = head entries (padded).
 """
 
+# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -8,6 +8,7 @@ weights), ``policy`` and ``head`` (log p), ``fsdp`` (ranks), ``checkpoint`` and 
 the recipe leaves open is docs/adr/0005-trainer.md.
 """
 
+# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
 from __future__ import annotations
 
 import contextlib
@@ -31,7 +32,7 @@ from prodrl.progress import Progress, stop_requested
 from prodrl.store import layout, open_store
 from prodrl.store.folders import read_manifest, write_folder
 from prodrl.store.port import Store
-from prodrl.train import advantages, batch, checkpoint, dataset, diagnostics, fsdp, losses, nvfp4, weights
+from prodrl.train import advantages, batch, checkpoint, dataset, diagnostics, fsdp, head, losses, nvfp4, weights
 from prodrl.train.checkpoint import TrainerState
 from prodrl.train.fsdp import Ranks
 from prodrl.train.policy import Policy
@@ -60,9 +61,7 @@ class Round:
     data: dataset.Dataset
     plan: list[list[int]]
     """The trajectories of each optimizer step."""
-    policy: Policy
-    optimizer: torch.optim.AdamW
-    state: TrainerState
+    trainer: checkpoint.Trainer
     baseline: advantages.Baseline
 
     def micro_batches(self, step: int) -> Iterator[batch.MicroBatch]:
@@ -105,7 +104,7 @@ def run(config: TrainConfig, progress: Progress) -> TrainResult:
 
 def _train(current: Round, frozen: Frozen, progress: Progress) -> None:
     """The optimizer steps that are still to be made."""
-    config, state = current.config, current.state
+    config, state = current.config, current.trainer.state
     rows, times = diagnostics.read(current.store, config.round, state.step)
     for step in range(state.step, config.steps):
         figures = _optimizer_step(current, frozen, step)
@@ -113,9 +112,14 @@ def _train(current: Round, frozen: Frozen, progress: Progress) -> None:
         if current.ranks.is_first:
             diagnostics.publish(current.store, config.round, rows, times)
         progress.set(state.step, message=f"loss {figures['loss']:.4g}, reward {figures['reward_mean']:.4g}")
-        stop = current.ranks.any(stop_requested.is_set()) and state.step < config.steps
-        if stop or state.step == config.steps or state.step % config.checkpoint_every_steps == 0:
-            _save(current, layout.step_checkpoint(config.round, state.step))
+        if state.skipped > config.max_skipped_steps:
+            raise NumericsError(
+                f"Round {config.round}: {state.skipped} steps had a gradient norm that is not finite, the last was step "
+                f"{state.step}, got {figures['grad_norm']}; read metrics.jsonl, then lower the learning rate"
+            )
+        stop = current.ranks.any(stop_requested.is_set())
+        if state.step < config.steps and (stop or state.step % config.checkpoint_every_steps == 0):
+            _save_step(current)
         if stop:
             raise PreemptedError(
                 f"Round {config.round}: stopped after step {state.step} of {config.steps}; a new attempt goes on there"
@@ -124,14 +128,14 @@ def _train(current: Round, frozen: Frozen, progress: Progress) -> None:
 
 def _optimizer_step(current: Round, frozen: Frozen, step: int) -> diagnostics.Figures:
     """One minibatch: gradient of (1/B) sum_i (1/T_i) sum_t loss, clipped, then Adam."""
-    config, state, ranks = current.config, current.state, current.ranks
+    config, state, ranks = current.config, current.trainer.state, current.ranks
     trajectories = [current.data.trajectories[index] for index in current.plan[step]]
     rewards_B = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     advantage_of = torch.zeros(len(current.data.trajectories), dtype=torch.float64)
     advantage_of[current.plan[step]] = current.baseline.advantages(rewards_B)
     collector = diagnostics.Collector()
     for micro in current.micro_batches(step):
-        output = current.policy(micro.ids_RL, micro.scored_from_N, micro.ids_N1K, micro.temperature_N)
+        output = current.trainer.policy(micro.ids_RL, micro.scored_from_N, micro.ids_N1K, micro.temperature_N)
         tokens = _tokens(micro, output, advantage_of, frozen)
         pg_N = losses.policy_gradient(tokens, config.correction)
         pg_N = pg_N if config.optimizer.maximise else -pg_N
@@ -155,11 +159,8 @@ def _optimizer_step(current: Round, frozen: Frozen, step: int) -> diagnostics.Fi
     }
 
 
-def _tokens(micro: batch.MicroBatch, output: object, advantage_of: Tensor, frozen: Frozen) -> losses.Tokens:
+def _tokens(micro: batch.MicroBatch, output: head.HeadOutput, advantage_of: Tensor, frozen: Frozen) -> losses.Tokens:
     """Join one forward pass with what is known of its tokens; everything on the micro-batch's device."""
-    from prodrl.train.head import HeadOutput
-
-    assert isinstance(output, HeadOutput)
     device = micro.flat_N.device
     flat_N = micro.flat_N.cpu().clamp(min=0)
     reference = frozen.reference_logp
@@ -179,25 +180,20 @@ def _tokens(micro: batch.MicroBatch, output: object, advantage_of: Tensor, froze
 
 def _apply(current: Round) -> tuple[float, bool]:
     """Clip and step; a gradient that is not finite is skipped and counted. Same on all ranks: the norm is global."""
-    config, state = current.config, current.state
-    parameters = [parameter for parameter in current.policy.parameters() if parameter.grad is not None]
+    config, state = current.config, current.trainer.state
+    parameters = [parameter for parameter in current.trainer.policy.parameters() if parameter.grad is not None]
     total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     norm = fsdp.full(total)
     finite = math.isfinite(float(norm))
     if finite:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.optimizer.max_grad_norm, norm)
-        current.optimizer.step()
+        current.trainer.optimizer.step()
         state.global_step += 1
-    current.optimizer.zero_grad(set_to_none=True)
+    current.trainer.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     if not finite:
         state.skipped += 1
         LOGGER.warning("round %d step %d skipped: gradient norm %s", config.round, state.step, float(norm))
-        if state.skipped > config.max_skipped_steps:
-            raise NumericsError(
-                f"Round {config.round}: step {state.step} has a gradient norm of {float(norm)}, {state.skipped} steps "
-                f"were skipped; look at metrics.jsonl, lower the learning rate or raise maxSkippedSteps"
-            )
     return float(norm), finite
 
 
@@ -205,7 +201,7 @@ def _freeze(current: Round, progress: Progress) -> Frozen:
     """Log p of all S*B trajectories before step 0, by the very forward passes that the steps will make; kept for resumption."""
     config = current.config
     progress.set(0, message="log probabilities at the round's start")
-    logp, log_mass = _score(current, current.policy)
+    logp, log_mass = _score(current, current.trainer.policy)
     tensors = {"logp": logp, "log_mass": log_mass}
     if config.correction.type == "ReferenceModel":
         tensors["reference_logp"], _ = _score(current, _reference(current))
@@ -269,12 +265,11 @@ def _load(config: TrainConfig, store: Store, ranks: Ranks, folder: Path) -> Roun
     )
     rewards = [trajectory.reward for trajectory in data.trajectories]
     baseline = advantages.Baseline(config.baseline, sum(rewards) / len(rewards), config.ema_decay)
-    current = Round(
-        config, store, ranks, folder, _identity(config), data, plan, policy, optimizer, TrainerState(), baseline
-    )
+    trainer = checkpoint.Trainer(policy, optimizer, TrainerState())
+    current = Round(config, store, ranks, folder, _identity(config), data, plan, trainer, baseline)
     if config.init_checkpoint_key is not None:
         _restore(current, config.init_checkpoint_key)
-        current.state.step = current.state.skipped = 0
+        current.trainer.state.step = current.trainer.state.skipped = 0
     return current
 
 
@@ -286,8 +281,8 @@ def _identity(config: TrainConfig) -> str:
 def _restore(current: Round, key: str) -> None:
     folder = current.folder / "restored" / key.replace("/", "-")
     checkpoint.fetch(current.store, key, folder, current.ranks)
-    current.state = checkpoint.load(folder, current.policy, current.optimizer, current.ranks)
-    current.baseline.ema = current.state.ema
+    checkpoint.load(folder, current.trainer, current.ranks)
+    current.baseline.ema = current.trainer.state.ema
 
 
 def _resume(current: Round) -> Frozen | None:
@@ -314,18 +309,25 @@ def _resume(current: Round) -> Frozen | None:
     return frozen
 
 
+def _save_step(current: Round) -> None:
+    """The latest step checkpoint, and the one before it in case it is damaged; older ones go."""
+    config, step = current.config, current.trainer.state.step
+    _save(current, layout.step_checkpoint(config.round, step))
+    old = step - 2 * config.checkpoint_every_steps
+    if current.ranks.is_first and old > _START:
+        checkpoint.discard(current.store, layout.step_checkpoint(config.round, old))
+
+
 def _save(current: Round, key: str) -> None:
     folder = current.folder / "saving" / key.replace("/", "-")
-    checkpoint.save(
-        current.store, key, folder, current.policy, current.optimizer, current.state, current.identity, current.ranks
-    )
+    checkpoint.save(current.store, key, folder, current.trainer, current.identity, current.ranks)
 
 
 def _finish(current: Round) -> TrainResult:
     """Weights for export, then the step checkpoints go, then the result."""
-    config, state, store = current.config, current.state, current.store
+    config, state, store = current.config, current.trainer.state, current.store
     folder = current.folder / "weights"
-    weights.save(current.policy, current.folder / "init", folder, current.ranks)
+    weights.save(current.trainer.policy, current.folder / "init", folder, current.ranks)
     digest = ""
     if current.ranks.is_first:
         attributes = {"identity": current.identity, "round": str(config.round), "global_step": str(state.global_step)}

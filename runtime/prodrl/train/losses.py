@@ -8,6 +8,7 @@ Shape legend: N = loss tokens, K = recorded head entries (padded). Symbols as in
 trainer at the start of the round (theta_k), mu or q = what really sampled, A = advantage, S = recorded support.
 """
 
+# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -25,7 +25,10 @@ _DROPPED = (".weight_scale", ".weight_scale_2", ".input_scale", ".k_scale", ".v_
 
 def algorithm(folder: Path) -> str | None:
     """``quant_algo`` of an exported folder; None for plain weights."""
-    quantization = _quantization(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    try:
+        quantization = _quantization(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as exc:
+        raise DataError(f"Weights {folder.name}: config.json cannot be read, {exc}; export them again") from exc
     beside = folder / "hf_quant_config.json"
     if not quantization and beside.exists():
         quantization = json.loads(beside.read_text(encoding="utf-8")).get("quantization", {})

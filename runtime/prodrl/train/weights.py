@@ -1,8 +1,8 @@
 """Weights in and out as plain Hugging Face folders. Called by ``loop``; trainer checkpoints are ``checkpoint``'s.
 
 Loading makes float32 master weights whatever the files hold. Writing gives them the type of the base model's
-configuration, and copies every other file (configuration, tokenizer, chat template, generation configuration) from where
-the lineage began, byte for byte: what serves users must not depend on how this library renders JSON.
+configuration, and copies every other file (configuration, tokenizer, chat template, generation configuration) from
+where the lineage began, byte for byte: what serves users must not depend on how this library renders JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from prodrl.config import TrainConfig
 from prodrl.errors import DataError, UsageError, from_os_error
@@ -38,6 +39,7 @@ def load(folder: Path, config: TrainConfig, ranks: fsdp.Ranks, name: str) -> Pol
     """
     if nvfp4.algorithm(folder) is not None:
         raise UsageError(f"Weights {name}: are quantised, got {nvfp4.algorithm(folder)!r}; train from plain weights")
+    transformers_logging.disable_progress_bar()
     dtype: torch.dtype = getattr(torch, config.dtype)
     alone_in_low_precision = ranks.world_size == 1 and dtype != torch.float32
     policy = Policy(_model(folder, config, name), config.head_chunk_tokens, dtype if alone_in_low_precision else None)
@@ -71,7 +73,7 @@ def _model(folder: Path, config: TrainConfig, name: str) -> Any:
 
 
 def _without_dropout(settings: Any) -> Any:
-    """Log p must be a function of weights and tokens alone, and the blocks must be in training mode to be recomputed."""
+    """Log p must depend on weights and tokens alone; evaluation mode is no way out, blocks are recomputed in training mode."""
     for field, value in settings.to_dict().items():
         if isinstance(value, float) and field.endswith(("dropout", "pdrop")):
             setattr(settings, field, 0.0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -85,6 +84,7 @@ class _Memory:
     drained_at: float = 0.0
     """When the pod, on its way out, has left the Services."""
     retry_at: float = 0.0
+    is_emptied: bool = False
 
 
 class Runner:
@@ -152,8 +152,9 @@ class Runner:
             return
         phase = pod.get("status", {}).get("phase", "Pending")
         if phase in ("Succeeded", "Failed"):
-            for name in ("volumes", "files", "work"):  # its emptyDirs may be large; claims are elsewhere
-                shutil.rmtree(self._folder(pod) / name, ignore_errors=True)
+            if not memory.is_emptied:  # its emptyDirs may be large
+                volumes.empty(self._folder(pod))
+                memory.is_emptied = True
             return
         if not pod["spec"].get("nodeName"):
             pod = self._bind(pod) or pod

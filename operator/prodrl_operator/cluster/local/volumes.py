@@ -1,8 +1,8 @@
 """Volumes as folders of this machine. Called by ``runner``; which path stands for which is ``podspec``'s business.
 
-- ``emptyDir``: a folder of the pod, gone with it; with ``medium: Memory`` one in ``/dev/shm``, whose path is short enough
-  for the sockets that engines put there (the kernel's limit is 107 characters). ``persistentVolumeClaim``: ``volumes/NAMESPACE/CLAIM`` in the data
-  folder, kept. ``hostPath``: that path itself.
+- ``emptyDir``: a folder of the pod, gone with it; with ``medium: Memory`` one in ``/dev/shm``, whose path is short
+  enough for the sockets that engines put there (the kernel's limit is 107 characters).
+- ``persistentVolumeClaim``: ``volumes/NAMESPACE/CLAIM`` in the data folder, kept. ``hostPath``: that path itself.
 - ``configMap`` and ``secret``: files as the kubelet writes them, each a link through ``..data`` to a folder that is
   replaced as a whole, so that a reader never sees half an update. They are written once for each container that
   mounts them; Service names in the text of a ConfigMap become addresses (``podspec``).
@@ -76,11 +76,18 @@ def _in_memory(folder: Path, uid: str) -> Path:
     return target
 
 
-def release(pod_folder: Path) -> None:
-    """Remove all of a pod's folders, those in memory too."""
+def empty(pod_folder: Path) -> None:
+    """Remove what an ended pod needs no more; how its containers ended stays."""
     for link in (pod_folder / "volumes").glob("*"):
         if link.is_symlink():
             shutil.rmtree(link.resolve(), ignore_errors=True)
+    for name in ("volumes", "files", "work"):
+        shutil.rmtree(pod_folder / name, ignore_errors=True)
+
+
+def release(pod_folder: Path) -> None:
+    """Remove all of a pod's folders, those in memory too."""
+    empty(pod_folder)
     shutil.rmtree(pod_folder, ignore_errors=True)
 
 
