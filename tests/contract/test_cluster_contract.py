@@ -93,7 +93,6 @@ RUN_SPEC: port.Object = {
     "model": {"uri": "file:///models/base", "servedName": "chess"},
     "storage": {"uri": "file:///store"},
     "rounds": {"max": 3, "steps": 2, "batchSize": 4},
-    "gate": {"canary": {"steps": []}},
 }
 
 

@@ -201,9 +201,7 @@ class World:
         """The run as stored."""
         raw = self.store.get(port.RUN, "default", NAME)
         assert raw is not None
-        return Run.model_validate(
-            {"metadata": raw["metadata"], "spec": raw["spec"], "status": raw.get("status") or {}}
-        )
+        return Run.model_validate({"metadata": raw["metadata"], "spec": raw["spec"], "status": raw.get("status") or {}})
 
     def round(self, number: int) -> Round:
         """A round as stored."""

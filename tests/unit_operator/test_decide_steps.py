@@ -238,9 +238,7 @@ def test_the_backoff_limit_ends_the_attempts(view: JobView, reason: str) -> None
 
 def test_disruptions_never_use_up_the_limit() -> None:
     spec = {"training": {"backoffLimit": 0}}
-    observed = scene(
-        Step.TRAINING, spec=spec, status=exhausted(Step.TRAINING, disruptions=50), jobs={3: failed(80)}
-    )
+    observed = scene(Step.TRAINING, spec=spec, status=exhausted(Step.TRAINING, disruptions=50), jobs={3: failed(80)})
     status = decide(observed).round_status
     assert status is not None
     assert (status.step, status.attempts[0].disruptions, status.attempts[0].number) == ("Training", 51, 4)

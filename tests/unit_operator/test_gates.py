@@ -196,7 +196,7 @@ def test_the_boundary_is_that_of_the_paper() -> None:
 @pytest.mark.parametrize("base", [0.01, 0.1, 0.4])
 def test_equal_policies_are_hardly_ever_blocked_however_often_they_are_looked_at(base: float) -> None:
     """A/A: the same error rate on both sides, a limit of zero, a look after every ten requests."""
-    rng = random.Random(7)  # noqa: S311
+    rng = random.Random(7)
     guards = Guards(max_error_rate_increase="0", max_abort_rate_increase="1")
     runs, blocked = 300, 0
     for _ in range(runs):
@@ -213,7 +213,7 @@ def test_equal_policies_are_hardly_ever_blocked_however_often_they_are_looked_at
 
 def test_a_worse_policy_is_blocked_within_its_canary() -> None:
     """A/B: 2 % against 20 % of failed requests are seen within 300 requests, almost always."""
-    rng = random.Random(8)  # noqa: S311
+    rng = random.Random(8)
     caught = 0
     for _ in range(100):
         bad = sum(rng.random() < 0.20 for _ in range(300))

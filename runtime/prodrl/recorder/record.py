@@ -152,7 +152,7 @@ def _head(seen: Observation) -> _Head:
     ids, logprobs = np.asarray(seen.entries.ids, np.int32), np.asarray(seen.entries.logprobs, np.float32)
     ranks = np.asarray(seen.entries.ranks, np.int32)
     num = len(output)
-    if len(counts) != num or len(ids) != counts.sum() or (counts < 1).any() or len(ids) != len(logprobs) != len(ranks):
+    if len(counts) != num or (counts < 1).any() or {len(ids), len(logprobs), len(ranks)} != {int(counts.sum())}:
         nothing = np.zeros(0, np.float32)
         return _Head(nothing.astype(np.int32), nothing, np.zeros(1, np.int64), nothing, num == 0, True, False)
     first = np.cumsum(counts) - counts

@@ -28,7 +28,7 @@ class Sampling:
     """0 means all."""
     min_p: float
     text: str
-    """All effective parameters that are not the engine's defaults, as JSON."""
+    """All effective parameters, as JSON."""
     reasons: tuple[Reason, ...] = ()
 
 
@@ -85,17 +85,19 @@ def _is_forced(params: Any) -> bool:
 
 
 _NOT_SAMPLING = frozenset(
-    {"output_kind", "skip_clone", "output_text_buffer_length", "flat_logprobs", "stream_interval", "detokenize"}
+    {
+        "output_kind",
+        "skip_clone",
+        "output_text_buffer_length",
+        "flat_logprobs",
+        "stream_interval",
+        "detokenize",
+        "prompt_logprob_token_ids",
+    }
 )
 
 
 def _as_json(params: Any) -> str:
-    values = {
-        name: value
-        for name in params.__struct_fields__
-        if name not in _NOT_SAMPLING
-        and not name.startswith("_")
-        and (value := getattr(params, name)) not in (None, [], {}, False, 0)
-    }
-    values |= {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
+    names = [name for name in params.__struct_fields__ if name not in _NOT_SAMPLING and not name.startswith("_")]
+    values = {name: value for name in names if (value := getattr(params, name)) not in (None, [], {})}
     return json.dumps(values, sort_keys=True, default=str)

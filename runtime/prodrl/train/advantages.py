@@ -6,7 +6,7 @@ Pure functions of the rewards of B trajectories (one reward each, however many s
 Shape legend: B = trajectories of one optimizer step.
 """
 
-# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
+# ruff: noqa: N803  # tensors carry their shape in their name
 from __future__ import annotations
 
 from dataclasses import dataclass

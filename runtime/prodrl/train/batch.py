@@ -8,7 +8,7 @@ token is fixed here, over trajectories, whatever the split into samples, micro-b
 Shape legend: R = rows of a micro-batch, L = their padded length, N = loss tokens, K = head entries (padded, >= 1).
 """
 
-# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
+# ruff: noqa: N806, N815  # tensors carry their shape in their name
 from __future__ import annotations
 
 import dataclasses

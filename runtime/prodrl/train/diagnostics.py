@@ -9,7 +9,7 @@ Means of |log ratio| fall when entropy falls, even at constant error: look at ``
 Shape legend: N = loss tokens, K = head entries.
 """
 
-# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
+# ruff: noqa: N803, N806  # tensors carry their shape in their name
 from __future__ import annotations
 
 import json

@@ -8,7 +8,7 @@ weights), ``policy`` and ``head`` (log p), ``fsdp`` (ranks), ``checkpoint`` and 
 the recipe leaves open is docs/adr/0005-trainer.md.
 """
 
-# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
+# ruff: noqa: N806  # tensors carry their shape in their name
 from __future__ import annotations
 
 import contextlib

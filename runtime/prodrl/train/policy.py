@@ -4,7 +4,7 @@ Built by ``weights``, wrapped by ``fsdp``, called by ``loop``. The Hugging Face 
 chunked head, or of sharding: the head runs inside this module's forward, where FSDP has gathered its weight.
 """
 
-# ruff: noqa: N803, N806, N815  # tensors carry their shape in their name
+# ruff: noqa: N803, N806  # tensors carry their shape in their name
 from __future__ import annotations
 
 from typing import Any

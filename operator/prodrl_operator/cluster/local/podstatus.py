@@ -46,6 +46,14 @@ def condition(kind: str, state: bool, moment: str, reason: str = "") -> Object:
     return {"type": kind, "status": str(state), "lastTransitionTime": moment} | ({"reason": reason} if reason else {})
 
 
+def status_of(pod: Object, name: str, attempt: int) -> Object:
+    """What the pod's status says of that attempt of a container; empty when it speaks of another."""
+    for status in pod.get("status", {}).get("containerStatuses", ()):
+        if status["name"] == name and status["restartCount"] == attempt and "running" in status["state"]:
+            return dict(status)
+    return {}
+
+
 def pod_status(pod: Object, facts: Mapping[str, Fact]) -> Object:
     """The whole status; transition times of unchanged conditions are kept."""
     spec, before = pod["spec"], pod.get("status", {})

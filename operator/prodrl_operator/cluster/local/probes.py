@@ -67,19 +67,22 @@ class Watcher:
     """On the monotonic clock; delays count from here."""
     target: Target
     pool: ThreadPoolExecutor
+    was_started: bool = False
+    was_ready: bool = False
+    """What an earlier controller had found of this attempt: holds until a probe says otherwise."""
     _probes: dict[str, _Running] = field(default_factory=dict)
 
     @property
     def is_started(self) -> bool:
         """Whether the startup probe has passed (or there is none)."""
-        return "startupProbe" not in self.container or self._verdict("startupProbe", passing=False).is_passing
+        return "startupProbe" not in self.container or self._verdict("startupProbe").is_passing
 
     @property
     def is_ready(self) -> bool:
         """Whether the container may get traffic."""
         if not self.is_started:
             return False
-        return "readinessProbe" not in self.container or self._verdict("readinessProbe", passing=False).is_passing
+        return "readinessProbe" not in self.container or self._verdict("readinessProbe").is_passing
 
     @property
     def failure(self) -> str | None:
@@ -99,7 +102,7 @@ class Watcher:
                 self._poll_one(name, probe, now)
 
     def _poll_one(self, name: str, probe: Object, now: float) -> None:
-        self._verdict(name, passing=name == "livenessProbe")
+        self._verdict(name)
         running = self._probes[name]
         if running.future is not None:
             if not running.future.done():
@@ -110,10 +113,11 @@ class Watcher:
             running.next_at = now + probe.get("periodSeconds", 10)
             running.future = self.pool.submit(check, probe, self.target)
 
-    def _verdict(self, name: str, *, passing: bool) -> Verdict:
+    def _verdict(self, name: str) -> Verdict:
         if name not in self._probes:
+            at_first = {"startupProbe": self.was_started, "readinessProbe": self.was_ready, "livenessProbe": True}
             delay = self.container[name].get("initialDelaySeconds", 0)
-            self._probes[name] = _Running(Verdict(is_passing=passing), self.began + delay)
+            self._probes[name] = _Running(Verdict(is_passing=at_first[name]), self.began + delay)
         return self._probes[name].verdict
 
 

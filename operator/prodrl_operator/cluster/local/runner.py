@@ -282,7 +282,9 @@ class Runner:
             ports = {p["name"]: p["containerPort"] for p in container.get("ports", ()) if "name" in p}
             translate = self._translation(pod, container, folder).text
             target = probes.Target(pod["status"]["podIP"], ports, spec["env"], spec["cwd"], translate)
-            memory.watchers[name] = probes.Watcher(container, time.monotonic(), target, self._pool)
+            before = podstatus.status_of(pod, name, state.attempt)
+            found = {"was_started": before.get("started", False), "was_ready": before.get("ready", False)}
+            memory.watchers[name] = probes.Watcher(container, time.monotonic(), target, self._pool, **found)
         watcher = memory.watchers[name]
         watcher.poll(time.monotonic())
         if watcher.failure and name not in memory.term_at:

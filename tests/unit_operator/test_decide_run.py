@@ -1,0 +1,427 @@
+"""``decide`` at the level of the run: requests, suspend, traffic, async mode, retention, completion, deletion."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prodrl.config.serving import RouteTable
+from prodrl_operator.names import Step
+from prodrl_operator.rounds import decision as intents
+from prodrl_operator.rounds import retention, traffic
+from prodrl_operator.rounds.decision import (
+    CreateRound,
+    DeleteRound,
+    DeleteServing,
+    EnsureJob,
+    EnsureServing,
+    OrphanServing,
+    RemoveFinalizer,
+    SuspendJob,
+)
+from prodrl_operator.rounds.observed import GatewayReplica, Hindrance, Observed, Reason
+from tests.support import runs
+from tests.support.operator_harness import digest
+from tests.support.runs import PASS, ago, condition, decide, failed, job, look, scene, servers, settled
+
+CREATING = (intents.CreateRound, intents.EnsureGateway, intents.EnsureServing, intents.EnsureJob, intents.AddFinalizer)
+
+
+def of(observed: Observed, kind: Any, seconds: float = 0.0) -> list[Any]:
+    return [item for item in settled(observed, seconds)[1].intents if isinstance(item, kind)]
+
+
+# Abort and retry.
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step.COLLECTING,
+        Step.TRAINING,
+        Step.EXPORTING,
+        Step.CANARY_DEPLOYING,
+        Step.GATING,
+        Step.PROMOTING,
+        Step.FAILED,
+    ],
+)
+def test_an_abort_ends_the_current_round_wherever_it_stands(step: Step) -> None:
+    observed = scene(step, spec={"requests": {"abortRound": 1}}, measured=PASS)
+    observed, _ = settled(observed)
+    assert observed.rounds[1].status.step == "Aborted"
+    assert observed.run.status.handled_requests.abort_round == 1
+    assert observed.run.status.stable is not None
+    assert observed.run.status.stable.round == 0
+    assert of(observed, CreateRound)[0].number == 2
+
+
+def test_an_abort_after_the_commit_comes_too_late() -> None:
+    gate = {"gate": {"verdict": "Pass", "digest": digest(1)}}
+    observed = scene(Step.PROMOTING, status=gate)
+    observed = runs.stored(observed, decide(observed))
+    asked = observed.run.spec.model_copy(
+        update={"requests": observed.run.spec.requests.model_copy(update={"abort_round": 1})}
+    )
+    observed, _ = settled(dataclasses.replace(observed, run=observed.run.model_copy(update={"spec": asked})))
+    assert observed.rounds[1].status.step == "Promoted"
+
+
+def test_i6_abort_comes_before_block_before_pause_before_promote() -> None:
+    gate = {"canary": {"steps": [{"weight": 5, "minTrajectories": 1}]}}
+    state = {"gate": {"measurements": "{}", "canary": {"index": 0, "started": ago(9)}}}
+
+    def ends(**spec: Any) -> tuple[str, str | None]:
+        judged = look(9, interim=runs.FAIL if spec.pop("is_bad") else PASS)
+        full = {"gate": gate, **spec}
+        observed, _ = settled(scene(Step.GATING, spec=full, status=state, measured=PASS, look=judged))
+        return observed.rounds[1].status.step, observed.rounds[1].status.gate.verdict
+
+    assert ends(is_bad=True, suspend=True, requests={"abortRound": 1})[0] == "Aborted"
+    assert ends(is_bad=True, suspend=True) == ("Blocked", "Fail")
+    assert ends(is_bad=False, suspend=True) == ("Gating", None)
+    assert ends(is_bad=False) == ("Promoted", "Pass")
+
+
+def test_a_failed_round_goes_on_from_the_failed_step_with_a_fresh_attempt() -> None:
+    observed, _ = settled(scene(Step.TRAINING, jobs={0: failed(79)}))
+    asked = observed.run.spec.model_copy(
+        update={"requests": observed.run.spec.requests.model_copy(update={"retry_token": "1"})}
+    )
+    observed = dataclasses.replace(observed, run=observed.run.model_copy(update={"spec": asked}))
+    observed, decision = settled(observed)
+    assert observed.rounds[1].status.step == "Training"
+    attempt = observed.rounds[1].status.attempts[0]
+    assert (attempt.number, attempt.failures) == (1, 0)
+    assert [item.attempt for item in decision.intents if isinstance(item, EnsureJob)] == [1]
+    assert condition(decision, "Stalled")[0] == "False"
+    assert observed.run.status.handled_requests.retry_token == "1"
+
+
+def test_a_failed_round_goes_on_when_the_spec_was_edited() -> None:
+    observed, _ = settled(scene(Step.EXPORTING, jobs={0: failed(74)}))
+    run = observed.run.model_copy(update={"metadata": {**observed.run.metadata, "generation": 2}})
+    observed, _ = settled(dataclasses.replace(observed, run=run))
+    assert observed.rounds[1].status.step == "Exporting"
+
+
+def test_a_round_that_failed_in_its_gate_deploys_again_and_measures_anew() -> None:
+    observed, _ = settled(scene(Step.GATING, jobs={0: failed(65)}))
+    assert observed.rounds[1].status.step == "Failed"
+    assert DeleteServing(1) in settled(observed)[1].intents
+    run = observed.run.model_copy(update={"metadata": {**observed.run.metadata, "generation": 2}})
+    status = decide(dataclasses.replace(observed, run=run)).round_status
+    assert status is not None
+    assert status.step == "CanaryDeploying"
+    assert [(item.step, item.number) for item in status.attempts] == [("Gating", 1)]
+
+
+def test_round_0_that_failed_begins_again_under_the_edited_spec() -> None:
+    observed, _ = settled(scene(Step.EXPORTING, number=0, jobs={0: failed(64)}))
+    run = observed.run.model_copy(update={"metadata": {**observed.run.metadata, "generation": 2}})
+    decision = decide(dataclasses.replace(observed, run=run))
+    assert decision.intents == (DeleteRound(0),)
+    assert decision.run_status.observed_generation == 2
+
+
+def test_a_retry_token_with_nothing_to_retry_is_used_up() -> None:
+    observed, _ = settled(scene(Step.TRAINING, jobs={0: job()}, spec={"requests": {"retryToken": "x"}}))
+    assert observed.run.status.handled_requests.retry_token == "x"
+    assert observed.rounds[1].status.step == "Training"
+
+
+# Suspend.
+
+
+def test_suspend_stops_running_jobs_and_starts_nothing() -> None:
+    observed = scene(Step.TRAINING, spec={"suspend": True}, jobs={0: job("Running")})
+    assert of(observed, SuspendJob) == [SuspendJob(1, Step.TRAINING, 0, suspend=True)]
+    assert not of(scene(Step.TRAINING, spec={"suspend": True}), EnsureJob)
+    assert not of(scene(Step.PROMOTED, spec={"suspend": True}), CreateRound)
+    down = scene(Step.CANARY_DEPLOYING, spec={"suspend": True}, servings={0: servers()})
+    assert of(down, EnsureServing) == [EnsureServing(0)]
+
+
+def test_suspended_the_run_is_ready_and_says_so() -> None:
+    observed = scene(Step.TRAINING, spec={"suspend": True}, jobs={0: job("Running", suspended=True)})
+    _, decision = settled(observed)
+    assert condition(decision, "Ready")[:2] == ("True", "Suspended")
+    assert condition(decision, "Suspended")[:2] == ("True", "UserRequested")
+    assert condition(decision, "Reconciling")[0] == "False"
+
+
+def test_reconciling_holds_until_the_suspension_took_effect() -> None:
+    observed = scene(Step.TRAINING, spec={"suspend": True}, jobs={0: job("Running")})
+    assert condition(decide(observed), "Reconciling")[:2] == ("True", "ApplyingGeneration")
+
+
+def test_resuming_unsuspends_the_job() -> None:
+    observed = scene(Step.TRAINING, jobs={0: job("Pending", suspended=True)})
+    assert of(observed, SuspendJob) == [SuspendJob(1, Step.TRAINING, 0, suspend=False)]
+
+
+@pytest.mark.parametrize("suspend", [True, False])
+def test_a_jobs_suspension_belongs_to_its_queue(suspend: bool) -> None:
+    for state in (True, False):
+        view = job("Running", is_queued=True, suspended=state)
+        assert not of(scene(Step.TRAINING, spec={"suspend": suspend}, jobs={0: view}), SuspendJob)
+
+
+# Traffic.
+
+
+@given(
+    weight=st.integers(0, 99),
+    step=st.sampled_from(list(Step)),
+    has_urls=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    suspend=st.booleans(),
+    began=st.booleans(),
+    since=st.integers(-100, 10_000),
+)
+def test_i3_routes_follow_from_status_and_always_sum_to_100(
+    weight: int, step: Step, has_urls: tuple[bool, bool, bool], suspend: bool, began: bool, since: int
+) -> None:
+    status = {"gate": {"canary": {"index": 0, "started": ago(5)}}} if began else {}
+    previous = {"round": 0, "digest": digest(0)}
+    run = {"canaryWeight": weight, "previous": previous}
+    observed = scene(step, number=2, spec={"suspend": suspend}, run=run, status=status)
+    stable = observed.run.status.stable
+    assert stable is not None
+    moved = observed.run.status.model_copy(update={"stable": stable.model_copy(update={"since": ago(since)})})
+    urls = {number: f"http://s{number}" for number, has in enumerate(has_urls) if has}
+    served = {number: servers() for number in urls}
+    observed = dataclasses.replace(
+        observed, urls=urls, servings=served, run=observed.run.model_copy(update={"status": moved})
+    )
+    routes = traffic.routes(observed, runs.NOW)
+    assert routes == traffic.routes(observed, runs.NOW)
+    RouteTable(version="x", routes=routes)  # checks the sum and that digests differ
+    assert sum(route.weight for route in routes) in (0, 100)
+    shares = {route.round: route.weight for route in routes}
+    assert bool(routes) == (1 in urls), "without stable's address nobody is sent anywhere"
+    is_canary = began and 2 in urls and step in (Step.GATING, Step.PROMOTING, Step.CANARY_DEPLOYING)
+    if 1 in urls:
+        assert shares.get(2, 0) == (weight if is_canary else 0)
+        assert shares.get(0, 0) == 0
+
+
+@given(weight=st.integers(0, 99), step=st.sampled_from(list(Step)))
+def test_i3_a_stored_weight_that_the_round_does_not_justify_is_corrected(weight: int, step: Step) -> None:
+    observed = scene(step, run={"canaryWeight": weight}, measured=PASS, jobs={0: job()} if step is Step.GATING else {})
+    observed, _ = settled(observed)
+    assert observed.run.status.canary_weight == 0
+
+
+def test_i1_stable_is_wanted_at_every_step() -> None:
+    for step in Step:
+        assert 0 in traffic.servings(scene(step), runs.NOW).required, step
+
+
+def test_replace_frees_the_hardware_first_and_gives_it_back() -> None:
+    spec = {"serving": {"surge": "Replace"}}
+    both = scene(Step.CANARY_DEPLOYING, spec=spec, servings={0: servers()}, urls={0: "http://s0"})
+    assert of(both, DeleteServing) == [DeleteServing(0, only_deployment=True)]
+    assert not of(both, EnsureServing)
+    going = dataclasses.replace(both, servings={0: servers(deleting=True)})
+    assert not of(going, EnsureServing)
+    free = dataclasses.replace(both, servings={})
+    assert of(free, EnsureServing) == [EnsureServing(1)]
+    _, decision = settled(free)
+    assert [route.round for route in decision.routes or ()] == [0], "users wait at stable's address"
+    blocked = scene(Step.BLOCKED, spec=spec, servings={1: servers()}, urls={0: "http://s0", 1: "http://s1"})
+    assert of(blocked, DeleteServing) == [DeleteServing(1)]
+    assert not of(blocked, EnsureServing)
+    assert of(dataclasses.replace(blocked, servings={}), EnsureServing) == [EnsureServing(0)]
+
+
+def test_replace_gives_users_their_hardware_while_a_person_thinks() -> None:
+    spec = {"serving": {"surge": "Replace"}}
+    gate = {"gate": {"measurements": "{}", "verdict": "Inconclusive", "digest": digest(1)}}
+    observed = scene(Step.GATING, spec=spec, status=gate, servings={1: servers()})
+    assert of(observed, DeleteServing) == [DeleteServing(1)]
+
+
+# AsyncOneRound.
+
+ASYNC = {"mode": "AsyncOneRound"}
+
+
+def pair(first: Step, second: Step, *, jobs: dict[Any, Any] | None = None, **changes: Any) -> Observed:
+    """Rounds 1 and 2 in work; round 0 is stable."""
+    observed = scene(first, spec=ASYNC, **changes)
+    ahead = runs.make_round(2, observed.run, source=0, lineage=0, **runs.status_at(2, second))
+    return dataclasses.replace(observed, rounds={**observed.rounds, 2: ahead}, jobs=jobs or observed.jobs)
+
+
+def test_async_the_next_round_collects_while_this_one_trains() -> None:
+    observed = scene(Step.TRAINING, spec=ASYNC, jobs={0: job()})
+    created = of(observed, CreateRound)
+    assert [(item.number, item.source.digest) for item in created] == [(2, digest(0))]
+    assert not of(scene(Step.COLLECTING, spec=ASYNC, jobs={0: job()}), CreateRound)
+    assert not of(scene(Step.TRAINING, jobs={0: job()}), CreateRound)
+
+
+def test_async_no_more_than_one_round_is_ahead() -> None:
+    observed = pair(Step.TRAINING, Step.COLLECTING)
+    assert not of(observed, CreateRound)
+    assert {(item.number, item.step) for item in of(observed, EnsureJob)} == {
+        (1, Step.TRAINING),
+        (2, Step.COLLECTING),
+    }
+
+
+def test_async_a_sealed_dataset_waits_for_the_round_before() -> None:
+    observed = pair(Step.TRAINING, Step.COLLECTING, jobs={(1, Step.TRAINING, 0): job()})
+    sealed = {"dataset": runs.status_at(2, Step.TRAINING)["dataset"], **runs.status_at(2, Step.COLLECTING)}
+    ahead = runs.make_round(2, observed.run, **sealed)
+    observed = dataclasses.replace(observed, rounds={**observed.rounds, 2: ahead})
+    observed, _ = settled(observed)
+    assert observed.rounds[2].status.step == "Collecting"
+
+
+def test_async_the_lineage_is_settled_when_training_begins() -> None:
+    observed = scene(Step.PROMOTED, spec=ASYNC, run=runs.stable_status(1, lineageRound=1))
+    sealed = {"dataset": runs.status_at(2, Step.TRAINING)["dataset"], **runs.status_at(2, Step.COLLECTING)}
+    ahead = runs.make_round(2, observed.run, source=0, lineage=0, **sealed)
+    observed, decision = settled(dataclasses.replace(observed, rounds={**observed.rounds, 2: ahead}))
+    assert (observed.rounds[2].status.step, observed.rounds[2].status.lineage_round) == ("Training", 1)
+    trained = next(item for item in decision.intents if isinstance(item, EnsureJob) and item.number == 2)
+    assert (trained.lineage, trained.source) == (1, 0)
+
+
+def test_async_a_round_whose_policy_is_gone_is_superseded_once_its_records_settled() -> None:
+    """Grace: 60 s drain, 5 s flush, 30 s settle."""
+
+    def after(seconds: float) -> Observed:
+        promoted = runs.stable_status(1)
+        promoted["stable"]["since"] = ago(seconds)
+        observed = scene(Step.PROMOTED, spec=ASYNC, run=promoted)
+        ahead = runs.make_round(2, observed.run, source=0, **runs.status_at(2, Step.COLLECTING))
+        jobs = {(2, Step.COLLECTING, 0): job()}
+        return settled(dataclasses.replace(observed, rounds={**observed.rounds, 2: ahead}, jobs=jobs))[0]
+
+    assert after(90).rounds[2].status.step == "Collecting"
+    observed = after(96)
+    assert observed.rounds[2].status.step == "Superseded"
+    assert observed.run.status.rounds_finished == 0
+    created = of(observed, CreateRound)
+    assert [(item.number, item.source.round) for item in created] == [(3, 1)]
+
+
+# Keeping and finishing.
+
+
+def test_the_run_completes_after_its_rounds_and_keeps_serving() -> None:
+    observed = scene(
+        Step.PROMOTED, spec={"rounds": {"max": 1}}, run=runs.stable_status(1, roundsFinished=1, lineageRound=1)
+    )
+    observed = dataclasses.replace(observed, servings={1: servers()}, urls={1: "http://s1"})
+    observed, decision = settled(observed)
+    assert condition(decision, "Completed")[:2] == ("True", "MaxRoundsReached")
+    assert condition(decision, "Ready")[:2] == ("True", "MaxRoundsReached")
+    assert EnsureServing(1) in decision.intents
+    assert not of(observed, CreateRound)
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 12), st.integers(0, 12), st.integers(0, 12))
+def test_i13_retention_never_takes_what_is_needed(
+    count: int, limit: int, stable: int, lineage: int, served: int
+) -> None:
+    stable, lineage, served = min(stable, count - 1), min(lineage, count - 1), min(served, count - 1)
+    status = runs.stable_status(stable, lineageRound=lineage, previous={"round": max(stable - 1, 0), "digest": "x"})
+    status["history"] = [{"number": n, "phase": "Promoted"} for n in range(count)]
+    run = runs.make_run(status, rounds={"historyLimit": limit})
+    rounds = {
+        n: runs.make_round(n, run, source=max(n - 1, 0), **runs.status_at(n, Step.PROMOTED)) for n in range(count)
+    }
+    rounds[count] = runs.make_round(count, run, source=stable, lineage=lineage, **runs.status_at(count, Step.TRAINING))
+    observed = Observed(run=run, rounds=rounds, servings={served: servers()})
+    expired = set(retention.expired(observed))
+    assert not expired & {count, stable, max(stable - 1, 0), lineage, served}
+    assert len(expired) <= max(count - limit, 0)
+    assert all(n < count - limit for n in expired)
+
+
+@pytest.mark.parametrize("keep", ["Keep", "Delete"])
+def test_i7_nothing_is_created_after_the_deletion_timestamp(keep: str) -> None:
+    for step in Step:
+        observed = scene(step, spec={"onDelete": {"serving": keep}}, measured=PASS)
+        observed.run.metadata["deletionTimestamp"] = ago(1)
+        decision = decide(observed)
+        assert not [item for item in decision.intents if isinstance(item, CREATING)], step
+        assert decision.round_status is None
+
+
+def test_deletion_keeps_or_deletes_what_serves() -> None:
+    kept = scene(Step.TRAINING)
+    kept.run.metadata["deletionTimestamp"] = ago(1)
+    assert [type(item).__name__ for item in decide(kept).intents] == [
+        "EnsureRoutes",
+        "OrphanServing",
+        "RemoveFinalizer",
+    ]
+    assert OrphanServing(0) in decide(kept).intents
+    gone = scene(Step.TRAINING, spec={"onDelete": {"serving": "Delete"}})
+    gone.run.metadata["deletionTimestamp"] = ago(1)
+    assert decide(gone).intents == (RemoveFinalizer(),)
+
+
+def test_deletion_waits_for_the_gateway_but_not_for_ever() -> None:
+    observed = scene(Step.TRAINING, routes_version="v2")
+    observed.run.metadata["deletionTimestamp"] = ago(1)
+    assert RemoveFinalizer() not in decide(observed).intents
+    assert RemoveFinalizer() in decide(observed, seconds=31).intents
+
+
+# Invalid and hindered.
+
+
+def test_an_invalid_spec_names_all_faults_and_changes_nothing_else() -> None:
+    spec = {
+        "serving": {"surge": "Replace"},
+        "gate": {
+            "canary": {"steps": [{"weight": 50, "minTrajectories": 1}, {"weight": 5, "minTrajectories": 1}]},
+            "evaluations": [{"name": "a", "suite": "b", "metric": "c", "minItems": 9, "maxItems": 3}],
+        },
+    }
+    observed = scene(Step.TRAINING, spec=spec, run={"canaryWeight": 3}, generation=4)
+    decision = decide(observed)
+    status, reason, message = condition(decision, "Stalled")
+    assert (status, reason) == ("True", "InvalidSpec")
+    assert all(word in message for word in ("Replace", "increase", "minItems"))
+    assert (decision.intents, decision.routes, decision.round_status) == ((), None, None)
+    assert decision.run_status.canary_weight == 3
+    assert decision.run_status.observed_generation == 4
+
+
+def test_a_hindrance_stalls_the_run_and_goes_away_by_itself() -> None:
+    observed = scene(Step.TRAINING, hindrance=Hindrance(Reason.FOREIGN_OBJECT, "Job x: exists and is not ours"))
+    _, decision = settled(observed)
+    assert condition(decision, "Stalled")[:2] == ("True", "ForeignObject")
+    assert condition(decision, "Ready")[0] == "True"
+    _, decision = settled(scene(Step.TRAINING))
+    assert condition(decision, "Stalled")[0] == "False"
+
+
+def test_a_round_object_that_somebody_deleted_stalls_instead_of_crashing() -> None:
+    observed = scene(Step.TRAINING, number=2)
+    rounds = {number: this for number, this in observed.rounds.items() if number != 1}
+    _, decision = settled(dataclasses.replace(observed, rounds=rounds))
+    assert condition(decision, "Stalled")[:2] == ("True", "RoundMissing")
+    assert not [item for item in decision.intents if isinstance(item, EnsureJob)]
+
+
+def test_stable_that_does_not_serve_is_not_ready_without_a_stall() -> None:
+    _, decision = settled(scene(Step.TRAINING, servings={0: servers(ready=0, waiting="CrashLoopBackOff")}))
+    assert condition(decision, "Ready")[:2] == ("False", "StableUnavailable")
+    assert condition(decision, "StableAvailable")[:2] == ("False", "StableUnavailable")
+    assert condition(decision, "Stalled")[0] == "False"
+
+
+def test_a_gateway_that_cannot_be_asked_does_not_stop_training() -> None:
+    mute = (GatewayReplica("http://g", reachable=False),)
+    assert of(scene(Step.TRAINING, replicas=mute), EnsureJob)
