@@ -208,9 +208,14 @@ def _is_gateway(pod: Object) -> bool:
 
 
 def _with_version(observed: Observed, now: datetime) -> Observed:
-    """The version of the routes depends on what is draining, which depends on whether the routes were applied."""
-    table = builders.route_table(traffic.routes(observed, now))
-    return dataclasses.replace(observed, routes_version=table.version)
+    """What is draining depends on the routes in force, and the routes wanted on what is draining: in this order."""
+    settled = {
+        builders.route_table(traffic.table(observed, has_previous=has_previous)).version
+        for has_previous in (True, False)
+    }
+    observed = dataclasses.replace(observed, settled_versions=frozenset(settled))
+    wanted = builders.route_table(traffic.routes(observed, now))
+    return dataclasses.replace(observed, routes_version=wanted.version)
 
 
 def _judged(observed: Observed) -> Observed:

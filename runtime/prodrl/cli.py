@@ -290,16 +290,21 @@ def _fitted(result: Config) -> str:
 
 
 def _fault(exc: BaseException) -> RuntimeFault | None:
-    """The kind of an exception, also of one that a library wrapped; None when it is a bug."""
+    """The kind of an exception; None when it is a bug.
+
+    Libraries wrap what they met: a full disk or a lack of memory counts wherever it is in the chain.
+    """
+    if isinstance(exc, RuntimeFault):
+        return exc
+    if isinstance(exc, KeyboardInterrupt):
+        return PreemptedError("Process: interrupted from the keyboard; start it again")
     seen: BaseException | None = exc
     while seen is not None:
-        if isinstance(seen, RuntimeFault):
-            return seen
         if isinstance(seen, MemoryError) or type(seen).__name__ == "OutOfMemoryError" or _tells_of_memory(seen):
             return OutOfMemoryError(f"Process {os.getpid()}: out of memory, {seen}; lower the batch or add memory")
         if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageFullError(f"File {seen.filename or '(unnamed)'}: no space left on the device; free space")
-        seen = seen.__cause__ or seen.__context__
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return None
 
 
@@ -321,11 +326,9 @@ def _reported(result: Path | None) -> Iterator[None]:
         raise
     except (Exception, KeyboardInterrupt) as exc:
         fault = _fault(exc)
-        if isinstance(exc, KeyboardInterrupt):
-            fault = PreemptedError("Process: interrupted from the keyboard; start it again")
         if hasattr(exc, "show") and fault is None:
             raise  # a wrong flag of a mounted command line
-        if fault is None:
+        if fault is not exc and not isinstance(exc, KeyboardInterrupt):
             traceback.print_exc()
         failure = Failure(
             reason=fault.reason if fault else RuntimeFault.reason,
@@ -350,7 +353,7 @@ def _write_failure(path: Path, failure: Failure) -> None:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM and the first Ctrl-C ask the step to stop; a second one ends the process."""
+    """SIGTERM and the first Ctrl-C ask the step to stop; a second Ctrl-C ends the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -359,7 +362,8 @@ def _stoppable() -> Iterator[None]:
 
     def ask(number: int, _frame: object) -> None:
         progress.stop_requested.set()
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:  # SIGTERM may come twice, from the kubelet and from torchrun
+            signal.signal(number, signal.default_int_handler)
 
     for number in before:
         signal.signal(number, ask)

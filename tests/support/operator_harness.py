@@ -130,7 +130,7 @@ class World:
         self.script = script
         self.deployments: Callable[[dict[str, Any]], bool | str] = lambda _: True
         self.store = ObjectStore(crds=list(crds().values()), now=lambda: self.now)
-        self.kubelet = FakeKubelet(self.store, self._job, lambda item: self.deployments(item))
+        self.kubelet = FakeKubelet(self.store, self._job, self._deployment)
         self.gateway = FakeGateway()
         self.users_per_step = 0
         self.jobs_seen: dict[tuple[str, str, str], set[str]] = {}
@@ -154,6 +154,9 @@ class World:
         self.controller = Controller(
             self.store, Platform(), clock=lambda: self.now, gateway_admin=self.gateway, namespace="default"
         )
+
+    def _deployment(self, item: dict[str, Any]) -> bool | str:
+        return self.deployments(item)
 
     def _job(self, job: dict[str, Any]) -> Outcome | None:
         labels = job["metadata"]["labels"]

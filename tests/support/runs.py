@@ -151,6 +151,7 @@ def scene(
         "gateway": servers(),
         "replicas": (GatewayReplica("http://g:8081", reachable=True, version=VERSION),),
         "routes_version": VERSION,
+        "settled_versions": frozenset({VERSION}),
     }
     if step in (Step.CANARY_DEPLOYING, Step.GATING, Step.PROMOTING):
         base["servings"][number] = servers()

@@ -311,10 +311,10 @@ def test_a_candidate_that_stopped_serving_is_not_promoted() -> None:
 
 
 def test_the_previous_policy_drains_and_goes() -> None:
-    observed, decision = settled(runs.stored(promoting(), decide(promoting())))
-    assert {route.round: route.weight for route in decision.routes or ()} == {1: 100, 0: 0}
     busy = GatewayReplica("http://g", reachable=True, version=runs.VERSION, conversations={digest(0): 3})
-    observed = dataclasses.replace(observed, replicas=(busy,))
+    observed = dataclasses.replace(runs.stored(promoting(), decide(promoting())), replicas=(busy,))
+    observed, decision = settled(observed)
+    assert {route.round: route.weight for route in decision.routes or ()} == {1: 100, 0: 0}
     assert DeleteServing(0) not in settled(observed, seconds=59)[1].intents
     _, decision = settled(observed, seconds=61)
     assert DeleteServing(0) in decision.intents
@@ -323,8 +323,9 @@ def test_the_previous_policy_drains_and_goes() -> None:
 
 def test_the_previous_policy_goes_early_when_no_conversation_is_left() -> None:
     observed = runs.stored(promoting(), decide(promoting()))
-    idle = dataclasses.replace(observed, routes_version=runs.VERSION)
-    assert DeleteServing(0) in settled(idle)[1].intents
+    assert DeleteServing(0) in settled(observed)[1].intents
+    old = dataclasses.replace(observed, settled_versions=frozenset({"v2"}), routes_version="v2")
+    assert DeleteServing(0) not in settled(old)[1].intents, "a replica with old routes may begin more there"
     unknown = dataclasses.replace(observed, replicas=MUTE)
     assert DeleteServing(0) not in settled(unknown)[1].intents
 

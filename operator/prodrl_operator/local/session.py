@@ -37,6 +37,8 @@ from prodrl_operator.report.summary import summary
 EXIT_COMPLETED, EXIT_STALLED, EXIT_INTERRUPTED = 0, 3, 130
 LOOK_SECONDS = 1.0
 PAGE_SECONDS = 3.0
+SAY_SECONDS = 15.0
+"""Without a terminal: a line at least so often, and at every change of step."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Session:
         write_whole(self.options.data / "endpoint.json", json.dumps(facts, indent=1))
 
     def _watch(self, console: Console, page: LivePage) -> str:
-        drawn, said = 0.0, ""
+        drawn, spoke, said = 0.0, 0.0, ""
         with Live(console=console, refresh_per_second=2, transient=True, auto_refresh=False) as live:
             while not self._stop.wait(LOOK_SECONDS):
                 seen = self._look()
@@ -148,9 +150,9 @@ class Session:
                 ended = state_of(seen.run)
                 if console.is_terminal:
                     live.update(terminal.view(seen, page.url, self.endpoint), refresh=True)
-                elif (now_says := terminal.line(seen)).split(";")[0] != said:
-                    console.print(f"{time.strftime('%H:%M:%S')} {now_says}", highlight=False)
-                    said = now_says.split(";")[0]
+                elif terminal.place(seen) != said or time.monotonic() - spoke > SAY_SECONDS:
+                    console.print(f"{time.strftime('%H:%M:%S')} {terminal.line(seen)}", highlight=False)
+                    said, spoke = terminal.place(seen), time.monotonic()
                 if time.monotonic() - drawn > PAGE_SECONDS or ended:
                     self._draw(seen, ended or "Running", page)
                     drawn = time.monotonic()

@@ -100,10 +100,16 @@ def view(snapshot: Snapshot, page: str, endpoint: str, now: datetime | None = No
     return Panel(Group(*parts), title=f"prodrl {snapshot.run.metadata['name']}", border_style="blue")
 
 
+def place(snapshot: Snapshot) -> str:
+    """Round and step in two words."""
+    current = snapshot.run.status.current_round
+    return f"round {current.number} {current.step}" if current else "starting"
+
+
 def line(snapshot: Snapshot) -> str:
     """One line for a terminal that cannot redraw (a log)."""
-    current, progress = snapshot.run.status.current_round, snapshot.progress or {}
+    progress = snapshot.progress or {}
     requests = requests_summary(snapshot)
     done = f" {progress.get('done', 0):.0f}/{progress['total']:.0f} {progress['unit']}" if progress.get("total") else ""
-    where = f"round {current.number} {current.step}{done}" if current else "starting"
-    return f"{where}; requests {requests['answered']}/{requests['sent']}, {requests['failed']} failed"
+    message = f" ({progress['message']})" if progress.get("message") else ""
+    return f"{place(snapshot)}{done}{message}; requests {requests['answered']}/{requests['sent']}, {requests['failed']} failed"

@@ -149,6 +149,8 @@ class Observed:
     """The gateway's ready pods."""
     routes_version: str | None = None
     """Version of the table that the present status asks for."""
+    settled_versions: frozenset[str] = frozenset()
+    """Versions of the tables in which nothing new begins on the previous policy: with and without its route."""
     measured: Judgement | None = None
     """The gate on the current round's measurements; None where there are none."""
     look: CanaryLook | None = None
@@ -196,8 +198,8 @@ class Observed:
             replica.reachable and replica.version == self.routes_version for replica in self.replicas
         )
 
-    def conversations(self, digest: str) -> int | None:
-        """Active conversations on a policy; None while a replica cannot be asked."""
-        if not self.replicas or not all(replica.reachable for replica in self.replicas):
+    def remaining_conversations(self, digest: str) -> int | None:
+        """Active conversations on a replaced policy; None while a replica cannot tell, or may begin new ones there."""
+        if not self.replicas or not all(replica.version in self.settled_versions for replica in self.replicas):
             return None
         return sum(replica.conversations.get(digest, 0) for replica in self.replicas)

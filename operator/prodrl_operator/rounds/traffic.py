@@ -81,8 +81,7 @@ def is_draining(observed: Observed, now: datetime) -> bool:
     seconds = (made_stable.spec.settings if made_stable else observed.run.spec).serving.drain_seconds
     if times.elapsed_seconds(status.stable.since, now) >= seconds:
         return False
-    # Only a gateway that knows the new routes can say that nothing begins there any more.
-    return not (observed.has_converged and observed.conversations(status.previous.digest) == 0)
+    return observed.remaining_conversations(status.previous.digest) != 0
 
 
 def canary_weight(run: Run, this: Round, status: RoundStatus) -> int:
@@ -100,6 +99,11 @@ def canary_weight(run: Run, this: Round, status: RoundStatus) -> int:
 
 def routes(observed: Observed, now: datetime) -> tuple[Route, ...]:
     """The gateway's table: stable, the candidate during its canary, the previous policy while it drains."""
+    return table(observed, has_previous=is_draining(observed, now))
+
+
+def table(observed: Observed, *, has_previous: bool) -> tuple[Route, ...]:
+    """The same, with or without the previous policy."""
     status = observed.run.status
     if status.stable is None or status.stable.round not in observed.urls:
         return ()
@@ -109,8 +113,8 @@ def routes(observed: Observed, now: datetime) -> tuple[Route, ...]:
     if new is not None and new.status.gate.canary is not None and new.spec.number in observed.urls:
         assert new.status.policy is not None, "a candidate has a policy"
         others.append(_route(observed, new.spec.number, new.status.policy.digest, status.canary_weight))
-    draining = None if is_deleting else status.previous
-    if draining is not None and draining.round in observed.urls and is_draining(observed, now):
+    draining = status.previous if has_previous and not is_deleting else None
+    if draining is not None and draining.round in observed.urls:
         others.append(_route(observed, draining.round, draining.digest, 0))
     others = [route for route in others if route.digest != status.stable.digest]
     share = 100 - sum(route.weight for route in others)

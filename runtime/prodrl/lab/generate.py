@@ -71,7 +71,7 @@ def _white(squares: Any) -> int:
 
 @numba.njit(cache=True)
 def _covered(kinds: Any, squares: Any) -> int:
-    """Squares where the black king would stand in check. It is transparent itself: it cannot hide behind where it was."""
+    """Squares where the black king would be in check. It is transparent: it cannot hide behind where it was."""
     occupied = _white(squares)
     found = _NONE
     for index in range(len(squares)):
@@ -144,7 +144,7 @@ def _answers(kinds: Any, squares: Any, king: int, line: Any) -> int:
 
 @numba.njit(cache=True)
 def _is_mate_in_two(kinds: Any, squares: Any, king: int, line: Any) -> bool:
-    """Whether exactly one move forces mate in two, with a reply that leaves one mate; the line is written to ``line``."""
+    """Whether exactly one move forces mate in two, with a reply that leaves one mate; written to ``line``."""
     scratch = np.empty(5, np.int64)
     solutions, is_fitting = 0, False
     for index in range(len(squares)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM

@@ -16,14 +16,13 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from prodrl.lab.model_limits import CONTEXT, VOCABULARY
+
 END = "<|im_end|>"
 PAD = "<|pad|>"
 ASSISTANT = "<|assistant|>"
 SPECIAL = (PAD, END, "<unk>", "<|system|>", "<|tools|>", "<|user|>", ASSISTANT, "<|tool|>")
 CALL_MARKS = ("<tool_call>", "</tool_call>")
-VOCABULARY = 256
-CONTEXT = 256
-"""Longest conversation in tokens."""
 _WORDS = r" ?[KQRBNPkqrbnp](?=[a-h][1-8])|[a-h][1-8]"
 """A piece's letter and a square are words of their own; what lies between them (the JSON of a call) is another."""
 
@@ -35,7 +34,7 @@ CHAT_TEMPLATE = (
     "{%- if message.content is string %}{{ message.content }}"
     "{%- elif message.content %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
     "{%- if message.tool_calls %}{% for call in message.tool_calls %}{% set call = call.function or call %}"
-    "{{- '<tool_call>{\"name\": \"' + call.name + '\", \"arguments\": ' }}"
+    '{{- \'<tool_call>{"name": "\' + call.name + \'", "arguments": \' }}'
     "{{- call.arguments if call.arguments is string else call.arguments | tojson }}"
     "{{- '}</tool_call>' }}"
     "{%- endfor %}{% endif %}"

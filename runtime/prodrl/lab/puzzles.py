@@ -21,7 +21,8 @@ import chess
 from prodrl.errors import DataError, UsageError
 
 COLUMNS = (
-    "PuzzleId", "FEN", "Moves", "Rating", "RatingDeviation", "Popularity", "NbPlays", "Themes", "GameUrl", "OpeningTags",
+    "PuzzleId", "FEN", "Moves", "Rating", "RatingDeviation", "Popularity", "NbPlays", "Themes", "GameUrl",
+    "OpeningTags",
 )  # fmt: skip
 _SHOWN_FAULTS = 5
 _MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
@@ -68,6 +69,10 @@ def _fault(row: dict[str, str | None]) -> str | None:
         return f"FEN cannot be read ({exc}), got {fen!r}; correct it"
     if not board.is_valid():
         return f"FEN is not a legal position, got {fen!r}; correct it"
+    return _fault_of_moves(board, moves)
+
+
+def _fault_of_moves(board: chess.Board, moves: list[str]) -> str | None:
     if len(moves) < 2 or len(moves) % 2:
         return f"Moves must be an even number of moves, the opponent's first, got {' '.join(moves)!r}; complete them"
     for move in moves:

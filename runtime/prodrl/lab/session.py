@@ -1,7 +1,7 @@
 """One puzzle as a conversation: the environment, and the loop that asks a policy for moves.
 
-Called by ``users`` (through the gateway), ``suite`` (against one policy's server), ``demo.play`` and ``warm_start`` (which
-writes down how a perfect player would have answered). Knows nothing of HTTP.
+Called by ``users`` (through the gateway), ``suite`` (against one policy's server), ``watching``, ``measure`` and
+``warm_start`` (which learns from how a perfect player answers). Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
-
-import chess
 
 from prodrl.lab import text
 from prodrl.lab.puzzles import Puzzle
@@ -63,11 +61,8 @@ class Game:
             How the attempt ended, or the opponent's reply when it goes on. As at Lichess, another move that mates is
             as good as the recorded one.
         """
-        if uci is None:
-            return Outcome.MALFORMED
-        try:
-            move = chess.Move.from_uci(uci)
-        except ValueError:
+        move = text.parsed_move(uci)
+        if move is None:
             return Outcome.MALFORMED
         if move not in self.board.legal_moves:
             return Outcome.ILLEGAL

@@ -61,6 +61,14 @@ def call_message(uci: str, call_id: str = "call-0") -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
+def parsed_move(uci: str | None) -> chess.Move | None:
+    """The move that a text means; None where it means none."""
+    try:
+        return chess.Move.from_uci(uci) if uci is not None else None
+    except ValueError:
+        return None
+
+
 def called_move(arguments: str) -> str | None:
     """The move in a tool call's arguments; None when they are malformed."""
     try:

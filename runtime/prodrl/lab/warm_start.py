@@ -8,10 +8,10 @@ then text that is encoded again is often not what was sampled, which is what rec
 from __future__ import annotations
 
 import functools
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import chess
 import torch
@@ -22,33 +22,17 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from prodrl.lab import model as tiny
 from prodrl.lab import session, text
 from prodrl.lab.puzzles import IMAGES, Puzzle
+from prodrl.lab.warm_settings import WarmStart
 from prodrl.progress import check_stop
 
 _TURN = re.compile(re.escape(tiny.ASSISTANT) + "(.*?" + re.escape(tiny.END) + ")", re.DOTALL)
 _UCI = re.compile(r'(?<="uci": ")[^"]+')
 _MARKS = re.compile("|".join(re.escape(mark) for mark in (*tiny.SPECIAL, *tiny.CALL_MARKS)))
 _PIECES = re.compile(r"(?<!\w)[KQRBNPkqrbnp][a-h][1-8](?: [KQRBNPkqrbnp][a-h][1-8])+")
-_NAMES = [
-    {chess.square_name(square): chess.square_name(image[square]) for square in chess.SQUARES} for image in IMAGES
-]
+_NAMES = [{chess.square_name(square): chess.square_name(image[square]) for square in chess.SQUARES} for image in IMAGES]
 
 Example = tuple[list[int], list[int]]
 """Token ids of a conversation, and the positions of those that the assistant wrote."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides the result; its hash is part of the cached model's name."""
-
-    steps: int = 340
-    batch_size: int = 128
-    learning_rate: float = 2e-3
-    warmup_steps: int = 40
-    final_rate: float = 0.1
-    """Share of the learning rate that is left at the end."""
-    weight_decay: float = 0.01
-    bpe_dropout: float = 0.1
-    seed: int = 0
 
 
 def render(tokenizer: PreTrainedTokenizerFast, puzzle: Puzzle) -> str:
@@ -106,14 +90,14 @@ def _loss_sum(model: Qwen3ForCausalLM, examples: Sequence[Example]) -> torch.Ten
     return functional.cross_entropy(model.lm_head(hidden[rows, columns - 1]), padded[rows, columns], reduction="sum")
 
 
-def _rate(settings: Settings, step: int) -> float:
+def _rate(settings: WarmStart, step: int) -> float:
     """Warm-up, then a straight line down."""
     rising = min(1.0, (step + 1) / settings.warmup_steps)
     return settings.learning_rate * rising * (1 - (1 - settings.final_rate) * step / settings.steps)
 
 
 def train(
-    puzzles: Sequence[Puzzle], settings: Settings, on_step: Callable[[int, float], None]
+    puzzles: Sequence[Puzzle], settings: WarmStart, on_step: Callable[[int, float], None]
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     """Make tokenizer and model.
 
@@ -122,6 +106,7 @@ def train(
         settings: Sizes and rates.
         on_step: Called after each step with its number (from 1) and its loss per token.
     """
+    torch.set_num_threads(min(settings.threads, os.cpu_count() or 1))
     drawn = random.Random(settings.seed)  # noqa: S311  (not for secrecy)
     scratch = tiny.train_tokenizer([])
     conversations = [render(scratch, puzzle) for puzzle in puzzles]
@@ -142,7 +127,11 @@ def train(
         total = 0.0
         # One pass a length: mates in one are half as long as mates in two.
         for turns in {conversation.count(tiny.ASSISTANT) for conversation in batch}:
-            alike = [e for e, conversation in zip(examples, batch, strict=True) if conversation.count(tiny.ASSISTANT) == turns]
+            alike = [
+                e
+                for e, conversation in zip(examples, batch, strict=True)
+                if conversation.count(tiny.ASSISTANT) == turns
+            ]
             loss = _loss_sum(model, alike) / num_tokens
             loss.backward()
             total += loss.item()

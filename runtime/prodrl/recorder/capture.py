@@ -11,16 +11,17 @@ import asyncio
 import copy
 import functools
 import logging
+import operator
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
-from prodrl.records import Reason
 from prodrl.recorder import identity, sampling
 from prodrl.recorder.active import Recorder
 from prodrl.recorder.record import PROCESSED, Entries, Facts, Observation
+from prodrl.records import Reason
 
 logger = logging.getLogger("prodrl.recorder")
 
@@ -31,7 +32,9 @@ _is_quiet: ContextVar[bool] = ContextVar("prodrl_quiet", default=False)
 needed, and turning K + 1 ids a token into text would cost more than everything else here."""
 
 
-def install(engine_class: Any, processor_class: Any, recorder: Recorder, client_errors: tuple[type, ...]) -> None:
+def install(
+    engine_class: Any, processor_class: Any, recorder: Recorder, client_errors: tuple[type[Exception], ...]
+) -> None:
     """Wrap the engine's ``generate`` and the making of its log probability processors, once."""
     original: _Generate = engine_class.generate
     if getattr(original, "prodrl_wrapped", False):
@@ -60,7 +63,7 @@ def _skip_text(processor_class: Any) -> None:
 
 
 async def _watched(
-    outputs: AsyncGenerator[Any, None], watch: _Watch, client_errors: tuple[type, ...]
+    outputs: AsyncGenerator[Any, None], watch: _Watch, client_errors: tuple[type[Exception], ...]
 ) -> AsyncGenerator[Any, None]:
     _is_quiet.set(watch.is_quiet)
     try:
@@ -95,7 +98,7 @@ def _begin(
         if not isinstance(prompt, dict) or "-beam-" in request_id:
             recorder.counters.unsupported += 1
             return None
-        reasons = (Reason.LORA,) if options.get("lora_request") is not None else ()
+        reasons: tuple[Reason, ...] = (Reason.LORA,) if options.get("lora_request") is not None else ()
         if prompt.get("type") not in (None, "token"):
             reasons += (Reason.MULTIMODAL,)
         seen = Observation(
@@ -156,7 +159,7 @@ class _Watch:
             return
         try:
             self._seen.finished_ms = self._seen.finished_ms or _now_ms()
-            for index in self._choices or {0: None}:
+            for index in self._choices or (0,):
                 self._recorder.sink.offer(self._finish(index))
         except Exception:  # the edge between our faults and a user's request
             self._recorder.count_fault("Request %s: cannot be recorded", self._seen.request_id)
@@ -258,7 +261,7 @@ def _extend(entries: Entries, logprobs: Any) -> None:
         entries.ids.extend(logprobs.token_ids)
         entries.logprobs.extend(logprobs.logprobs)
         entries.ranks.extend(logprobs.ranks)
-        entries.counts.extend(end - start for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True))
+        entries.counts.extend(map(operator.sub, logprobs.end_indices, logprobs.start_indices))
         return
     for position in logprobs:  # the client's own form, where we could not ask for ours
         entries.ids.extend(position)

@@ -5,6 +5,7 @@ a GPU serves on a CPU too, and the ``fork`` start method where the operator of t
 and therefore must not be imported outside of it.
 """
 
+# ruff: noqa: PLC0415  # vllm exists only inside the engine's processes
 from __future__ import annotations
 
 import functools

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prodrl.config import RecorderConfig
-from prodrl.records import CompletionRecord, Reason
 from prodrl.recorder.sampling import Sampling
+from prodrl.records import CompletionRecord, Reason
 
 PROCESSED = "processed_logprobs"
 SUPPORT_FLOOR = -9999.0

@@ -103,7 +103,8 @@ def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype) -> Policy:
     Weights stay float32 and are cast when they are gathered; gradients are reduced in float32.
     """
     if ranks.world_size == 1:
-        return policy.to(ranks.device)
+        policy.to(ranks.device)
+        return policy
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in getattr(policy.body, "layers", ()):

@@ -27,7 +27,7 @@ class HeadOutput(NamedTuple):
     """Entropy of p over the whole vocabulary; no gradient."""
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(torch.autograd.Function):  # type: ignore[misc]  # mypy does not follow torch
     """log_softmax(h W^T / T) at few ids; grad_logits = (sum of gradients at the ids - p * their total) / T."""
 
     @staticmethod

@@ -3,9 +3,9 @@
     load -> log p at the round's start, frozen -> for each minibatch: advantages -> losses -> backward -> Adam step
          -> figures -> checkpoint -> ... -> weights for export
 
-What each line means is elsewhere: ``losses`` and ``advantages`` (formulas), ``dataset`` and ``batch`` (tokens and their
-weights), ``policy`` and ``head`` (log p), ``fsdp`` (ranks), ``checkpoint`` and ``weights`` (files). Where we decide what
-the recipe leaves open is docs/adr/0005-trainer.md.
+What each line means is elsewhere: ``losses`` and ``advantages`` (formulas), ``dataset`` and ``batch`` (tokens and
+their weights), ``policy`` and ``head`` (log p), ``fsdp`` (ranks), ``checkpoint`` and ``weights`` (files). What the
+recipe leaves open, and what we chose, is in docs/adr/0005-trainer.md.
 """
 
 # ruff: noqa: N806  # tensors carry their shape in their name
@@ -114,8 +114,8 @@ def _train(current: Round, frozen: Frozen, progress: Progress) -> None:
         progress.set(state.step, message=f"loss {figures['loss']:.4g}, reward {figures['reward_mean']:.4g}")
         if state.skipped > config.max_skipped_steps:
             raise NumericsError(
-                f"Round {config.round}: {state.skipped} steps had a gradient norm that is not finite, the last was step "
-                f"{state.step}, got {figures['grad_norm']}; read metrics.jsonl, then lower the learning rate"
+                f"Round {config.round}: {state.skipped} steps had a gradient norm that is not finite, the last was "
+                f"step {state.step}, got {figures['grad_norm']}; read metrics.jsonl, lower the learning rate"
             )
         stop = current.ranks.any(stop_requested.is_set())
         if state.step < config.steps and (stop or state.step % config.checkpoint_every_steps == 0):
@@ -181,24 +181,24 @@ def _tokens(micro: batch.MicroBatch, output: head.HeadOutput, advantage_of: Tens
 def _apply(current: Round) -> tuple[float, bool]:
     """Clip and step; a gradient that is not finite is skipped and counted. Same on all ranks: the norm is global."""
     config, state = current.config, current.trainer.state
-    parameters = [parameter for parameter in current.trainer.policy.parameters() if parameter.grad is not None]
+    parameters = list(current.trainer.policy.parameters())
     total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    norm = fsdp.full(total)
-    finite = math.isfinite(float(norm))
+    norm = float(fsdp.full(total))
+    finite = math.isfinite(norm)
     if finite:
-        torch.nn.utils.clip_grads_with_norm_(parameters, config.optimizer.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.optimizer.max_grad_norm, total)
         current.trainer.optimizer.step()
         state.global_step += 1
     current.trainer.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     if not finite:
         state.skipped += 1
-        LOGGER.warning("round %d step %d skipped: gradient norm %s", config.round, state.step, float(norm))
-    return float(norm), finite
+        LOGGER.warning("round %d step %d skipped: gradient norm %s", config.round, state.step, norm)
+    return norm, finite
 
 
 def _freeze(current: Round, progress: Progress) -> Frozen:
-    """Log p of all S*B trajectories before step 0, by the very forward passes that the steps will make; kept for resumption."""
+    """Log p of all S*B trajectories before step 0, by the very forward passes of the steps; stored, to resume with."""
     config = current.config
     progress.set(0, message="log probabilities at the round's start")
     logp, log_mass = _score(current, current.trainer.policy)
@@ -265,6 +265,7 @@ def _load(config: TrainConfig, store: Store, ranks: Ranks, folder: Path) -> Roun
     )
     rewards = [trajectory.reward for trajectory in data.trajectories]
     baseline = advantages.Baseline(config.baseline, sum(rewards) / len(rewards), config.ema_decay)
+    torch.manual_seed(config.seed)
     trainer = checkpoint.Trainer(policy, optimizer, TrainerState())
     current = Round(config, store, ranks, folder, _identity(config), data, plan, trainer, baseline)
     if config.init_checkpoint_key is not None:

@@ -16,7 +16,7 @@ from prodrl.errors import UsageError
 from prodrl.train import head
 
 
-class Policy(nn.Module):
+class Policy(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
     """A causal language model with the chunked head."""
 
     def __init__(self, model: Any, chunk: int, autocast: torch.dtype | None = None) -> None:

@@ -73,7 +73,7 @@ def _model(folder: Path, config: TrainConfig, name: str) -> Any:
 
 
 def _without_dropout(settings: Any) -> Any:
-    """Log p must depend on weights and tokens alone; evaluation mode is no way out, blocks are recomputed in training mode."""
+    """Log p must depend on weights and tokens alone; evaluation mode would turn off the recomputation of blocks."""
     for field, value in settings.to_dict().items():
         if isinstance(value, float) and field.endswith(("dropout", "pdrop")):
             setattr(settings, field, 0.0)
