@@ -407,3 +407,7 @@ def _store_config(uri: str, endpoint_url: str | None, region: str | None) -> Sto
         raise UsageError(
             f"Option --store: must be file:///folder or s3://bucket/prefix, got {uri!r}; correct it"
         ) from exc
+
+
+if __name__ == "__main__":
+    main()

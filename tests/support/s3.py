@@ -1,8 +1,7 @@
 """A real S3 server for tests: a process of its own on a loopback port, with credentials made for it.
 
 ``scripts/s3-server`` finds or builds the binary. Where that is impossible the tests are skipped with the reason, unless
-``PRODRL_REQUIRE_TIERS`` is set: then they fail. Import ``real_server``, ``own_server`` and ``real_config`` into a test
-module to use them as fixtures.
+``PRODRL_REQUIRE_TIERS`` is set: then they fail. tests/s3/conftest.py makes the fixtures of this module known.
 """
 
 from __future__ import annotations

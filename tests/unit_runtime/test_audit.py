@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from prodrl.collect import ledger
@@ -131,53 +132,48 @@ def test_deleted_shards_are_accounted_from_the_ledger(local_config: StoreConfig)
     assert after.notes == ["shards of 4 claimed and 1 excluded trajectories are deleted"]
 
 
-EVENTS = st.lists(
-    st.tuples(
-        st.integers(0, 11),  # trajectory
-        st.sampled_from(["record", "record", "untrainable", "old", "reward", "reward", "partial", "collect", "other"]),
-    ),
-    max_size=40,
-)
+ACTS = ["play", "record", "untrainable", "old", "other", "reward", "partial", "collect", "abandon"]
+EVENTS = st.lists(st.tuples(st.integers(0, 7), st.sampled_from(ACTS)), max_size=25)
+OLD = NOW - 9_000_000
+RECORDS: dict[str, dict[str, Any]] = {
+    "play": {},
+    "record": {},
+    "untrainable": {"reasons": ["Greedy"]},
+    "old": {"started_ms": OLD, "finished_ms": OLD},
+    "other": {"policy_digest": OTHER_DIGEST, "policy_round": 1},
+}
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EVENTS)
+@example([(0, "play"), (0, "collect"), (0, "collect"), (1, "play"), (0, "collect"), (2, "abandon"), (0, "collect")])
 def test_over_any_history_the_equation_holds_and_nothing_is_trained_twice(events: list[tuple[int, str]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = StoreConfig(uri=Path(folder).as_uri())
         there = world(config)
-        number, recorded = 1, set()
+        number, recorded, claimed = 1, set(), 0
         for index, (trajectory, act) in enumerate(events):
             name = f"t-{trajectory}"
-            if act in ("record", "untrainable", "old", "other"):
-                old = NOW - 9_000_000
-                changes = {
-                    "record": {},
-                    "untrainable": {"reasons": ["Greedy"]},
-                    "old": {"started_ms": old, "finished_ms": old},
-                    "other": {"policy_digest": OTHER_DIGEST, "policy_round": 1},
-                }[act]
-                there.record(make_record(name, index, **changes), digest=OTHER_DIGEST if act == "other" else DIGEST)
+            if act in RECORDS:
+                digest = RECORDS[act].get("policy_digest", DIGEST)
+                there.record(make_record(name, index, **RECORDS[act]), digest=digest)
                 recorded.add(name)
-            elif act in ("reward", "partial"):
-                there.reward(
-                    make_feedback(
-                        name,
-                        idempotency_key=f"k{index % 7}",
-                        final=act == "reward",
-                        request_ids=[],
-                        received_ms=NOW - 20_000 + index,
-                    )
-                )
-            else:
-                changes = {"steps": 1, "batch_size": 2}
-                done = step.Collector(there.store, make_config(config, number, **changes), lambda: NOW).look(Progress())
-                number += done is not None
+            if act in ("play", "reward", "partial"):
+                key, at = f"k{trajectory}-{index % 3}", NOW - 20_000 + index
+                changes = {"final": act != "partial", "request_ids": [], "received_ms": at}
+                there.reward(make_feedback(name, idempotency_key=key, **changes))
+            if act == "abandon":
+                ledger.abandon(there.store, trajectory + 1)
+                number = max(number, trajectory + 2)
+            if act == "collect":
+                settings_of = make_config(config, number, steps=1, batch_size=1)
+                done = step.Collector(there.store, settings_of, lambda: NOW).look(Progress())
+                number, claimed = number + (done is not None), claimed + (done is not None)
             found = look(config)
             assert found.holds, found.as_text()
             assert found.recorded == len(recorded)
         claims = [name for entry in ledger.claims_before(there.store, number) for name in entry.trajectory_ids]
-        assert len(claims) == len(set(claims)) == 2 * (number - 1)
+        assert len(claims) == len(set(claims)) == claimed
 
 
 @pytest.mark.parametrize("field", ["trained", "waiting", "expired"])

@@ -123,6 +123,19 @@ def test_a_damaged_shard_is_set_aside_and_the_others_go_on(local_config: StoreCo
     assert ledger.standing(there.store, 1).trajectory_ids == list(FOUR)
 
 
+def test_a_shard_with_the_bytes_of_another_is_set_aside(local_config: StoreConfig) -> None:
+    there = world(local_config)
+    mine, other = there.record(make_record("t-0")), there.record(make_record("t-1", logprobs=[-0.1, -0.1]))
+    there.store.put(mine, there.store.get(other))
+    there.reward(make_feedback("t-0"))
+    there.play(*FOUR)
+    collector = step.Collector(there.store, make_config(local_config), lambda: NOW)
+    assert collector.look(Progress()) is not None
+    (damage,) = collector._tail.damaged.values()
+    assert mine in damage
+    assert "expected sha256" in damage
+
+
 def test_a_damaged_segment_loses_only_its_damaged_lines(local_config: StoreConfig) -> None:
     there = world(local_config)
     there.record(*(make_record(name) for name in FOUR))

@@ -18,7 +18,7 @@ ONE = Puzzle("one", "8/R7/3K4/8/8/8/5R2/3k4 b - - 0 1", ("d1c1", "a7a1"))
 TWO = Puzzle("two", "8/8/8/8/8/1R6/2K4k/3R4 b - - 0 1", ("h2g2", "d1d2", "g2f1", "b3b1"))
 
 
-def player(*moves: str | None | dict):
+def player(*moves: str | dict | None):
     """A policy that answers with these moves in turn; None: text without a call."""
     seen = []
     answers = iter(moves)
@@ -75,7 +75,7 @@ async def test_two_moves_are_one_conversation() -> None:
 )
 async def test_anything_else_ends_it_with_nothing(answer, outcome) -> None:
     ask, seen = player(answer)
-    played = await play(TWO if outcome is None else ONE, ask)
+    played = await play(ONE, ask)
     assert (played.outcome, played.reward, len(seen)) == (outcome, 0.0, 1)
 
 
@@ -86,16 +86,10 @@ async def test_the_second_move_must_be_right_too() -> None:
 
 
 def test_another_mate_is_as_good_as_the_recorded_one() -> None:
-    puzzle = Puzzle("many", "7k/8/5KQ1/8/8/8/8/8 b - - 0 1".replace("7k", "6k1").replace("5KQ1", "5K1Q"), ("g8f8", "h6h8"))
-    game = Game(puzzle)
-    assert game.submit("h6f8") is Outcome.ILLEGAL
-    for mate in ("h6h8",):
-        assert Game(puzzle).submit(mate) is Outcome.SOLVED
-    rooks = Puzzle("rooks", "6k1/R7/1R6/8/8/8/8/K7 b - - 0 1", ("g8h8", "b6b8"))
-    assert Game(rooks).submit("b6b8") is Outcome.SOLVED
-    two_ways = Puzzle("ways", "6k1/R7/1R6/8/8/1Q6/8/K7 b - - 0 1", ("g8h8", "b6b8"))
-    assert Game(two_ways).submit("b3g8") is Outcome.WRONG
-    assert Game(two_ways).submit("a7a8") is Outcome.SOLVED
+    puzzle = Puzzle("ways", "6k1/R7/1R6/8/8/8/8/K2Q4 b - - 0 1", ("g8h8", "b6b8"))
+    assert Game(puzzle).submit("b6b8") is Outcome.SOLVED
+    assert Game(puzzle).submit("d1d8") is Outcome.SOLVED
+    assert Game(puzzle).submit("d1h5") is Outcome.WRONG
 
 
 def test_a_perfect_player_solves() -> None:

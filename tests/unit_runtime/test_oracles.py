@@ -12,7 +12,6 @@ from prodrl.config import CorrectionConfig
 from prodrl.train import advantages, losses
 from prodrl.train.losses import Tokens, Weighting
 
-torch.set_default_dtype(torch.float32)
 PB, QB = [0.4, 0.3, 0.2, 0.1], [0.5, 0.2, 0.2, 0.1]
 PC, QC = [0.40, 0.25, 0.20, 0.10, 0.05], [0.50, 0.20, 0.12, 0.12, 0.06]
 

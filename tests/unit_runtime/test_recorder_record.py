@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from prodrl.config import SamplingPolicy
-from prodrl.records import CompletionRecord, Reason
-from prodrl.recorder import record, sampling
+from prodrl.recorder import record
 from prodrl.recorder.record import Entries, Facts, Observation
 from prodrl.recorder.sampling import Sampling
+from prodrl.records import CompletionRecord, Reason
 from tests.support.engine import recorder_config
 
 NONE_LEFT = float("-inf")
 
 
-def config(tmp: str = "/store") -> Any:
-    import pathlib
-
-    return recorder_config(pathlib.Path(tmp))
+def config() -> Any:
+    return recorder_config(pathlib.Path("/store"))
 
 
 def drawn(**changes: Any) -> Sampling:
@@ -200,51 +197,3 @@ def test_records_of_one_request_have_their_own_ids() -> None:
     ids = {build([], Entries(), ordinal=call, index=choice).record_id for call in range(3) for choice in range(3)}
     assert len(ids) == 9
     assert "t-1.a:0" in ids
-
-
-def params(**changes: Any) -> Any:
-    vllm_params = pytest.importorskip("vllm.sampling_params")
-    return vllm_params.SamplingParams(**{"temperature": 0.7, "top_p": 0.9, "top_k": 20, **changes})
-
-
-POLICY = SamplingPolicy(temperature=0.7, top_p=0.9, top_k=20)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reasons"),
-    [
-        ({}, ()),
-        ({"temperature": 0}, (Reason.GREEDY, Reason.SAMPLING_POLICY)),
-        ({"temperature": 0.71}, (Reason.SAMPLING_POLICY,)),
-        ({"top_k": -1}, (Reason.SAMPLING_POLICY,)),
-        ({"presence_penalty": 0.5}, (Reason.PENALTIES,)),
-        ({"repetition_penalty": 1.1}, (Reason.PENALTIES,)),
-        ({"logit_bias": {3: 1.0}}, (Reason.PENALTIES,)),
-        ({"bad_words": ["x"]}, (Reason.PENALTIES,)),
-        ({"allowed_token_ids": [1]}, (Reason.PENALTIES,)),
-        ({"min_tokens": 2}, (Reason.FORCED,)),
-        ({"thinking_token_budget": 4}, (Reason.FORCED,)),
-        ({"trace_decode_token_ids": [1, 2]}, (Reason.FORCED,)),
-        ({"n": 2}, (Reason.MULTIPLE_CHOICES,)),
-        ({"stop": ["x"], "seed": 3, "logprobs": 5}, ()),
-    ],
-)
-def test_sampling_parameters_of_vllm_and_their_verdicts(changes: dict[str, Any], reasons: tuple[Reason, ...]) -> None:
-    assert sampling.describe(params(**changes), POLICY).reasons == reasons
-
-
-def test_structured_outputs_are_not_samples() -> None:
-    vllm_params = pytest.importorskip("vllm.sampling_params")
-    structured = vllm_params.StructuredOutputsParams(regex="a+")
-    assert sampling.describe(params(structured_outputs=structured), POLICY).reasons == (Reason.STRUCTURED,)
-
-
-def test_nothing_is_pinned_by_an_empty_policy() -> None:
-    assert sampling.describe(params(temperature=1.3, top_k=5), SamplingPolicy()).reasons == ()
-
-
-def test_effective_parameters_are_kept_as_json() -> None:
-    text = sampling.describe(params(seed=7, stop=["END"]), POLICY).text
-    assert '"seed": 7' in text
-    assert "END" in text
-    assert SimpleNamespace(text=text).text.startswith("{")

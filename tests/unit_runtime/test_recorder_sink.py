@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from prodrl.errors import UnavailableError
-from prodrl.records import Manifest
-from prodrl.recorder import spool
+from prodrl.recorder import record, spool
 from prodrl.recorder.counters import Counters
 from prodrl.recorder.sink import ShardSink
+from prodrl.records import Manifest
 from prodrl.store import open_store
 from tests.support.engine import recorder_config, stored_records
 from tests.unit_runtime.test_recorder_record import as_engine, entries, seen
@@ -115,7 +115,12 @@ def test_a_store_that_fails_is_tried_again(world: World, monkeypatch: pytest.Mon
 
 def test_a_full_queue_drops_counts_and_never_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = threading.Event()
-    monkeypatch.setattr("prodrl.recorder.record.build", lambda *_: blocked.wait() or 1 / 0)
+
+    def fail(*_: Any) -> None:
+        blocked.wait()
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr("prodrl.recorder.record.build", fail)
     sink = world.sink(queue_rows=4)
     began = time.monotonic()
     for number in range(100):
@@ -166,15 +171,9 @@ os._exit(9)
 
 
 def test_a_crash_between_upload_and_manifest_repeats_without_a_second_shard(world: World) -> None:
-    sink = world.sink(Flaky(world.store, 0), flush_seconds=3600)
-    sink.offer(observation(1))
-    failing = Flaky(world.store, 1)
     left = spool.Spool(world.spool_dir, "w-1")
     key = "records/abababababababab/w-1-00000000.parquet"
-    from prodrl.recorder import record
-
     path = left.write(key, [record.build(observation(3), recorder_config(world.store_dir))])
-    failing.left = 0
     world.store.put_file(key, path)  # died here: no manifest
     assert world.rows() == []
     spool.upload(world.store, path)

@@ -78,23 +78,13 @@ def test_the_first_step_has_no_kl_and_no_staleness(tmp_path: Path, samples: list
     assert second["kl"] > 0 < second["staleness"]
 
 
-def test_the_kl_penalty_keeps_the_policy_near(tmp_path: Path, samples: list[Sample]) -> None:
-    def last_staleness(name: str, coefficient: float) -> float:
-        lab = Lab(tmp_path / name)
-        lab.train(lab.config(samples, steps=4, batch_size=2, kl={"coefficient": coefficient}))
-        return lab.figures()[-1]["staleness"]
-
-    assert last_staleness("on", 10.0) < 0.8 * last_staleness("off", 0.0)
-
-
 def test_equal_inputs_give_equal_bits(tmp_path: Path, samples: list[Sample]) -> None:
     digests = []
     for name in ("a", "b"):
         lab = Lab(tmp_path / name)
         lab.train(lab.config(samples, kl={"coefficient": 0.5}).model_copy())
-        digests.append((tensors(lab, layout.checkpoint(1)), lab.digests()[1]))
-    assert same_bits(digests[0][0], digests[1][0])
-    assert digests[0][1] == digests[1][1]
+        digests.append(lab.digests())
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("kind", ["ScoreCentering", "ImportanceSampling"])
@@ -103,12 +93,12 @@ def test_packing_changes_no_meaning(tmp_path: Path, samples: list[Sample], kind:
     for name, budget, chunk, reverse in (("a", 1, 1, False), ("b", 10_000, 64, False), ("c", 33, 7, True)):
         lab = Lab(tmp_path / name)
         rows = list(reversed(samples)) if reverse else samples
-        lab.train(lab.config(rows, micro_batch_tokens=budget, head_chunk_tokens=chunk, correction={"type": kind}))
-        figures.append(lab.figures())
+        cut = {"micro_batch_tokens": budget, "head_chunk_tokens": chunk}
+        lab.train(lab.config(rows, steps=1, batch_size=8, correction={"type": kind}, **cut))
+        figures.append(lab.figures()[0])
     for other in figures[1:]:
-        for one, two in zip(figures[0], other, strict=True):
-            for name in ("loss", "grad_norm", "entropy", "tokens"):
-                assert two[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6), name
+        for name in ("loss", "grad_norm", "entropy", "tokens", "net_mismatch"):
+            assert other[name] == pytest.approx(figures[0][name], rel=2e-6, abs=1e-6), name
 
 
 def test_the_gradient_is_that_of_full_logits_and_plain_loops(tmp_path: Path, samples: list[Sample]) -> None:
@@ -130,7 +120,7 @@ def test_the_gradient_is_that_of_full_logits_and_plain_loops(tmp_path: Path, sam
     total.backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
     (found,) = lab.figures()
-    assert found["loss"] == pytest.approx(float(total), rel=1e-4, abs=1e-7)
+    assert found["loss"] == pytest.approx(total.item(), rel=1e-4, abs=1e-7)
     assert found["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 

@@ -19,8 +19,8 @@ main{padding:18px 28px;max-width:1300px;margin:auto}
 .cards{display:flex;flex-wrap:wrap;gap:14px;margin-bottom:18px}
 .card{background:#fff;border:1px solid #e2e2e2;border-radius:8px;padding:10px 16px;min-width:130px}
 .card b{display:block;font-size:22px}.card span{color:#666;font-size:13px}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(520px,1fr));gap:14px}
-.figure{background:#fff;border:1px solid #e2e2e2;border-radius:8px}
+.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(460px,1fr));gap:14px}
+.figure{min-width:0;overflow:hidden;background:#fff;border:1px solid #e2e2e2;border-radius:8px}
 table{border-collapse:collapse;width:100%;background:#fff;margin:14px 0}
 td,th{border:1px solid #e2e2e2;padding:5px 9px;text-align:left;vertical-align:top;font-size:14px}
 .Promoted{color:#2f9e63;font-weight:600}.Blocked,.Failed{color:#c8452f;font-weight:600}
@@ -30,9 +30,10 @@ SCRIPT = """
 function draw(data){
   document.getElementById('body').innerHTML=data.body;
   const grid=document.getElementById('grid');
-  data.figures.forEach((f,i)=>{let d=document.getElementById('f'+i);
-    if(!d){d=document.createElement('div');d.className='figure';d.id='f'+i;grid.appendChild(d);}
-    Plotly.react(d,f.data,f.layout,{displaylogo:false,responsive:true});});
+  data.figures.forEach((_,i)=>{ if(document.getElementById('f'+i))return;
+    const d=document.createElement('div');d.className='figure';d.id='f'+i;grid.appendChild(d);});
+  data.figures.forEach((f,i)=>Plotly.react('f'+i,f.data,f.layout,{displaylogo:false,responsive:true,
+    displayModeBar:false}));
 }
 async function poll(){try{draw(await (await fetch('data.json')).json());}catch(e){
   document.title='(stopped) '+document.title.replace('(stopped) ','');}

@@ -16,15 +16,24 @@ SUITE_KEY = "suites/chess-puzzles"
 """Folder of the held-out puzzles in the run's store."""
 _ENGINE_ARGS = (
     "--max-model-len", str(model_limits.CONTEXT), "--max-num-seqs", "16", "--enforce-eager",
-    "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--gpu-memory-utilization", "0.1",
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    "--kv-cache-memory-bytes", "67108864", "--disable-uvicorn-access-log",
 )  # fmt: skip
 _ONE_THREAD = [{"name": "OMP_NUM_THREADS", "value": "1"}]
 _ENGINE_ENV = [
     *_ONE_THREAD,
-    {"name": "VLLM_CPU_KVCACHE_SPACE", "value": "1"},
+    {"name": "VLLM_ENABLE_V1_MULTIPROCESSING", "value": "0"},
+    {"name": "VLLM_WORKER_MULTIPROC_METHOD", "value": "fork"},
     {"name": "VLLM_CPU_OMP_THREADS_BIND", "value": "nobind"},
+    {"name": "DO_NOT_TRACK", "value": "1"},
 ]
-"""Two engines and a trainer share the cores of one machine: none may claim one for itself."""
+"""Two engines and a trainer share two cores: one thread each, none bound to a core, and one import of the engine's
+code instead of three (docs/log.md: a start takes 15 s instead of 60)."""
+
+
+def _engine_env(options: Options) -> list[dict[str, str]]:
+    """The engines of one demo share a cache: what the first one learns about the model's class, the others read."""
+    return [*_ENGINE_ENV, {"name": "VLLM_CACHE_ROOT", "value": str(options.data / "cache" / "vllm")}]
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Options:
     is_harmful: bool = False
     on_blocked: str = "HaltForHuman"
     quantization: str = "NVFP4"
-    eval_items: int = 96
+    eval_items: int = 120
 
 
 _HARMFUL_RATE = "2e-3"
@@ -60,7 +69,12 @@ def run_document(options: Options) -> dict[str, Any]:
             "rounds": {"max": options.rounds, "steps": options.steps, "batchSize": options.batch_size},
             "model": {"uri": f"file://{options.data / 'model'}", "servedName": NAME},
             "storage": {"uri": f"file://{options.data / 'store'}"},
-            "serving": {"args": list(_ENGINE_ARGS), "env": _ENGINE_ENV, "startDeadlineSeconds": 900, "drainSeconds": 5},
+            "serving": {
+                "args": list(_ENGINE_ARGS),
+                "env": _engine_env(options),
+                "startDeadlineSeconds": 900,
+                "drainSeconds": 5,
+            },
             "recording": {
                 "metadata": "ScoreCentering",
                 "topLogprobs": 20,
@@ -89,8 +103,8 @@ def _gate(options: Options) -> dict[str, Any]:
         "suite": "prodrl.lab.suite:chess_puzzles",
         "suiteUri": SUITE_KEY,
         "metric": "solved",
-        # A hundred items leave an interval of about 0.1 either way; the margin must be wider to pass an equal policy.
-        "margin": "0.15",
+        # So few items leave about 0.08 of noise either way; an equal policy must pass, a ruined one fail.
+        "margin": "0.18",
         "confidence": "0.90",
         "minItems": options.eval_items // 2,
         "maxItems": options.eval_items,
@@ -99,4 +113,5 @@ def _gate(options: Options) -> dict[str, Any]:
         "agreement": {"maxMeanAbsLogprobDiff": "0.5", "maxRatioToStable": "3.0", "samples": 16},
         "evaluations": [evaluation],
         "canary": {"steps": [{"weight": 20, "minTrajectories": 20, "deadlineSeconds": 600}]},
+        "onInconclusive": "Block",
     }

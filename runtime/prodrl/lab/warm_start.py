@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 
 import chess
 import torch
-from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -26,7 +25,7 @@ from prodrl.lab.warm_settings import WarmStart
 from prodrl.progress import check_stop
 
 _TURN = re.compile(re.escape(tiny.ASSISTANT) + "(.*?" + re.escape(tiny.END) + ")", re.DOTALL)
-_UCI = re.compile(r'(?<="uci": ")[^"]+')
+_UCI = re.compile(r'(?<="uci": ")(?:[a-h][1-8]){2}')
 _MARKS = re.compile("|".join(re.escape(mark) for mark in (*tiny.SPECIAL, *tiny.CALL_MARKS)))
 _PIECES = re.compile(r"(?<!\w)[KQRBNPkqrbnp][a-h][1-8](?: [KQRBNPkqrbnp][a-h][1-8])+")
 _NAMES = [{chess.square_name(square): chess.square_name(image[square]) for square in chess.SQUARES} for image in IMAGES]
@@ -50,14 +49,21 @@ def image_text(conversation: str, number: int) -> str:
 
 
 class Encoder:
-    """Conversations to examples, moves with BPE dropout."""
+    """Conversations to examples, moves with BPE dropout.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, dropout: float) -> None:
+    A square is one merge of two characters; left out with the given probability. The library's own dropout does the
+    same, but cannot be seeded.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, dropout: float, drawn: random.Random) -> None:
         self._exact = functools.lru_cache(maxsize=None)(
             lambda words: tokenizer(words, add_special_tokens=False)["input_ids"]
         )
-        self._dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._dropping.model.dropout = dropout or None
+        self._dropout, self._drawn = dropout, drawn
+
+    def _spell(self, square: str) -> list[int]:
+        parts = list(square) if self._drawn.random() < self._dropout else [square]
+        return [number for part in parts for number in self._exact(part)]
 
     def example(self, conversation: str) -> Example:
         """Encode; every piece ends at a boundary of words, so that without dropout the whole gives the same ids."""
@@ -70,7 +76,7 @@ class Encoder:
             move = _UCI.search(spoken)
             assert move is not None, "every answer is a call"
             ids += self._exact(spoken[: move.start()])
-            ids += self._dropping.encode(move.group(), add_special_tokens=False).ids
+            ids += self._spell(move.group()[:2]) + self._spell(move.group()[2:])
             ids += self._exact(spoken[move.end() :])
             positions += range(first, len(ids))
             end = turn.end()
@@ -113,7 +119,7 @@ def train(
     images = [image_text(one, drawn.randrange(8)) for one in conversations]
     tokenizer = tiny.train_tokenizer(words for image in images for words in _MARKS.split(image))
     model = tiny.new_model(tokenizer, settings.seed).train()
-    encoder = Encoder(tokenizer, settings.bpe_dropout)
+    encoder = Encoder(tokenizer, settings.bpe_dropout, drawn)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
     )

@@ -84,6 +84,10 @@ def save(store: Store, key: str, folder: Path, trainer: Trainer, identity: str, 
     try:
         with _alone_is_fine():
             dcp.save(_tensors(policy, optimizer), storage_writer=writer, no_dist=ranks.world_size == 1)
+        ranks.gather(None)  # all shards of the node are written
+        if ranks.local_rank == 0:
+            for path in folder.glob("*.safetensors"):
+                _order_header(path)
         if ranks.is_first:
             content = asdict(state) | {"adam_steps": _adam_steps(policy, optimizer), "rng": _rng()}
             (folder / _STATE).write_text(json.dumps(content), encoding="utf-8")
@@ -207,6 +211,18 @@ def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tens
         for part in ("exp_avg", "exp_avg_sq"):
             tensors[f"{part}/{name}"] = optimizer.state[parameter][part].detach()
     return tensors
+
+
+def _order_header(path: Path) -> None:
+    """The safetensors writer puts its metadata in random order: equal checkpoints would have unequal digests."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        assert len(ordered) == size, "only the order may change"
+        file.seek(8)
+        file.write(ordered)
 
 
 def _adam_steps(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, int]:
