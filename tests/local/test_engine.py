@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import time
@@ -154,9 +155,9 @@ def oracle(model: pathlib.Path, row: CompletionRecord) -> np.ndarray[Any, Any]:
     network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     ids = torch.tensor([row.prompt_ids + row.output_ids])
     with torch.inference_mode():
-        logits = network(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1].float() / row.temperature
+        logits = network(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1].float().div(row.temperature)
     if row.top_k:
-        logits[logits < logits.topk(row.top_k).values[:, -1:]] = -torch.inf
+        logits = torch.where(logits < logits.topk(row.top_k).values[:, -1:], -torch.inf, logits)
     return np.asarray(logits.log_softmax(-1))
 
 
@@ -215,7 +216,7 @@ def test_turns_join_to_one_sequence_of_ids(server: Engine, model: pathlib.Path) 
         messages[-2] = {"role": "assistant", "content": messages[-2]["content"]}
         assert answer["choices"][0]["finish_reason"] == "stop"
     rows = server.records("t-turns", 3)
-    for before, after in zip(rows, rows[1:], strict=False):
+    for before, after in itertools.pairwise(rows):
         known = before.prompt_ids + before.output_ids
         assert before.output_ids[-1] == 0  # the end token is kept
         assert after.prompt_ids[: len(known)] == known

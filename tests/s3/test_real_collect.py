@@ -24,7 +24,7 @@ from prodrl.store import folders, layout, open_store
 from tests.support.records import NOW, make_config, make_feedback, make_record, world
 from tests.support.s3 import RealServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3900)]  # the first test may have to build the server
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180, func_only=True)]  # building the server takes longer
 
 
 def _collect(store: StoreConfig, number: int = 1) -> CollectResult:

@@ -19,7 +19,7 @@ from prodrl.store import folders, layout, open_store
 from prodrl.store.port import Store
 from tests.support.s3 import BUCKET, RealServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3900)]  # the first test may have to build the server
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180, func_only=True)]  # building the server takes longer
 CREATORS = 8
 
 
@@ -167,6 +167,24 @@ def test_wrong_credentials_are_named_and_right_ones_are_read_again(
         _acts(store, tmp_path)[act]()
     file.write_text(right)
     assert _acts(store, tmp_path)[act]() in (None, b"0", True, False, ["a"])
+
+
+def test_a_listing_goes_on_when_the_credentials_change_between_two_pages(
+    own_server: RealServer, tmp_path: Path
+) -> None:
+    config = own_server.config(tmp_path / "credentials")
+    store = open_store(config)
+    keys = [f"many/{number:05d}" for number in range(1003)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: store.put(key, b""), keys))
+    listing = store.list("many/")
+    first = next(listing)
+    own_server.stop()
+    own_server.access_key, own_server.secret_key = "rotated-key", "rotated-secret"
+    own_server.start()
+    Path(str(config.credentials_dir), "accessKeyId").write_text(own_server.access_key)
+    Path(str(config.credentials_dir), "secretAccessKey").write_text(own_server.secret_key)
+    assert [first, *listing] == keys
 
 
 @pytest.mark.parametrize("act", ["get", "put", "create", "list", "put_file", "check_writable"])

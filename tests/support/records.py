@@ -97,7 +97,11 @@ class World:
         self.store.put(key, data)
         if manifest:
             entry = ManifestFile(path=key.rpartition("/")[2], size=len(data), sha256=hashlib.sha256(data).hexdigest())
-            made = Manifest(kind="records", files=[entry], attributes={"rows": str(len(records))})
+            made = Manifest(
+                kind="records",
+                files=[entry],
+                attributes={"rows": str(len(records)), "max_ms": str(max(r.finished_ms for r in records))},
+            )
             self.store.create(layout.shard_manifest(key), made.canonical())
         return key
 

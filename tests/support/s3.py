@@ -61,6 +61,7 @@ class RealServer:
         self.log = folder / "server.log"
         (folder / "data").mkdir(parents=True)
         (folder / "meta").mkdir()
+        (folder / "accounts").mkdir()
 
     @property
     def url(self) -> str:
@@ -70,6 +71,8 @@ class RealServer:
     def start(self) -> None:
         """Start (again) and wait until it answers."""
         command = [str(self.binary), "--port", f"127.0.0.1:{self.port}", "--region", REGION, "--health", "/healthz"]
+        # With an (empty) list of accounts, an unknown key is InvalidAccessKeyId as on AWS; without one it is a 404.
+        command += ["--iam-dir", str(self.folder / "accounts")]
         command += ["posix", *([] if _keeps_attributes(self.folder) else ["--sidecar", str(self.folder / "meta")])]
         # Nothing else of the environment: every option of the server can be set there too.
         env = {"ROOT_ACCESS_KEY_ID": self.access_key, "ROOT_SECRET_ACCESS_KEY": self.secret_key, "HOME": os.devnull}

@@ -58,13 +58,14 @@ def make_samples(
         parts = []
         for index in range(turns if order % 2 else 1):
             length = int(random.integers(2, 9))
-            parts.append(_sample(model, random, bias, (prompt + index, length), top_k, head, temperature))
+            parts.append(_sample(model, random, bias, (prompt + index, length), (top_k, head, temperature)))
         tokens = sum(len(part["loss_positions"]) for part in parts)
         reward = float(random.integers(0, 2)) + 0.25 * float(random.random())
         samples += [
             Sample(
-                trajectory_id=f"t-{seed:02d}-{order:03d}", index=index, num_samples=len(parts), order=order, reward=reward,
-                trajectory_tokens=tokens, policy_digest="sha256:" + "0" * 64, record_ids=[f"r{order}-{index}"], **part,
+                trajectory_id=f"t-{seed:02d}-{order:03d}", index=index, num_samples=len(parts), order=order,
+                reward=reward, trajectory_tokens=tokens, policy_digest="sha256:" + "0" * 64, 
+                record_ids=[f"r{order}-{index}"], **part,
             )
             for index, part in enumerate(parts)
         ]  # fmt: skip
@@ -72,10 +73,13 @@ def make_samples(
 
 
 def _sample(
-    model: Any, random: np.random.Generator, bias: torch.Tensor, lengths: tuple[int, int], top_k: int | None,
-    head: int, temperature: float,
-) -> dict[str, Any]:  # fmt: skip
-    prompt, length = lengths
+    model: Any,
+    random: np.random.Generator,
+    bias: torch.Tensor,
+    lengths: tuple[int, int],
+    sampler: tuple[int | None, int, float],
+) -> dict[str, Any]:
+    (prompt, length), (top_k, head, temperature) = lengths, sampler
     ids = [int(token) for token in random.integers(0, VOCABULARY, prompt)]
     logprobs, head_ids, head_logprobs, offsets = [], [], [], [0]
     for _ in range(length):
@@ -114,8 +118,8 @@ def write_dataset(store: Store, folder: Path, samples: Sequence[Sample], round_n
 
 def train_config(uri: str, digest: str, round_number: int = 1, **changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {
-        "store": StoreConfig(uri=uri), "run": "test", "round": round_number, "dataset_key": layout.dataset(round_number),
-        "dataset_digest": digest, "init_weights_key": BASE_KEY, "steps": 2, "batch_size": 4, "seed": 7,
+        "store": StoreConfig(uri=uri), "run": "test", "round": round_number,
+        "dataset_key": layout.dataset(round_number), "dataset_digest": digest, "init_weights_key": BASE_KEY, "steps": 2, "batch_size": 4, "seed": 7,
         "optimizer": {"learning_rate": 1e-2}, "micro_batch_tokens": 40, "head_chunk_tokens": 5,
         "checkpoint_every_steps": 1,
     }  # fmt: skip

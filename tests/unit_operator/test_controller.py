@@ -393,7 +393,14 @@ def test_i7_a_deleted_run_creates_nothing_more_and_goes(keep: str) -> None:
 
 def test_32_keep_leaves_users_served_as_they_were() -> None:
     it = deleted("Keep")
-    pods = {obj["metadata"]["uid"] for obj in it.store.list(port.POD) if "train" not in obj["metadata"]["name"]}
+
+    def serving() -> set[str]:
+        wanted = ("serving", "gateway")
+        pods = it.store.list(port.POD)
+        return {p["metadata"]["uid"] for p in pods if p["metadata"]["labels"][names.LABEL_COMPONENT] in wanted}
+
+    before = serving()
+    assert len(before) == 2
     template = deployment(it, 0)["spec"]["template"]
     after_deletion(it)
     assert it.names_of(port.DEPLOYMENT) == ["chess-gateway", "chess-r0000-serve"]
@@ -401,7 +408,7 @@ def test_32_keep_leaves_users_served_as_they_were() -> None:
     assert "chess-routes" in it.names_of(port.CONFIG_MAP)
     assert owners(deployment(it, 0)) == []
     assert deployment(it, 0)["spec"]["template"] == template
-    assert {obj["metadata"]["uid"] for obj in it.store.list(port.POD)} == pods, "no pod was restarted"
+    assert serving() == before, "no pod was restarted"
     assert it.weights() == {0: 100}
 
 
@@ -448,14 +455,15 @@ def test_a_run_of_the_same_name_adopts_what_an_earlier_one_left() -> None:
 # Specs that cannot be used.
 
 
-def test_an_unreadable_spec_is_refused_by_name_and_users_stay_served() -> None:
+def test_an_unreadable_spec_is_refused_by_name_and_users_stay_served(monkeypatch: pytest.MonkeyPatch) -> None:
     it = World()
     it.until(lambda w: w.is_true("Completed") if w.run.status.conditions else False)
     it.edit(futureField={"x": 1})
+    written: list[dict[str, Any]] = []
+    # A newer CRD would let the field through; the CRD of this version refuses even the status write.
+    monkeypatch.setattr(it.store, "update_status", written.append)
     it.controller.reconcile("default", NAME)
-    raw = it.store.get(port.RUN, "default", NAME)
-    assert raw is not None
-    stalled = next(item for item in raw["status"]["conditions"] if item["type"] == "Stalled")
+    stalled = next(item for item in written[0]["status"]["conditions"] if item["type"] == "Stalled")
     assert (stalled["status"], stalled["reason"]) == ("True", "InvalidSpec")
     assert "futureField" in stalled["message"]
     assert it.names_of(port.DEPLOYMENT)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from prodrl_operator import names
 from prodrl_operator.names import Step
+from prodrl_operator.rounds import collecting
 from prodrl_operator.rounds.decision import (
     AddFinalizer,
     CreateRound,
@@ -112,6 +114,20 @@ def test_the_digest_and_the_figures_of_a_step_are_kept() -> None:
     assert status is not None
     assert status.policy is not None
     assert status.policy.digest == digest(1)
+
+
+def test_numbers_are_written_as_the_api_takes_them() -> None:
+    pattern = re.compile(r"^-?[0-9]+(\.[0-9]+)?([eE]-?[0-9]+)?$")
+    for value in (0.0, -0.5, 1e-9, 1.5e22, -3e8, 123456789.0):
+        assert pattern.match(collecting.decimal(value))
+        assert float(collecting.decimal(value)) == pytest.approx(value, rel=1e-5)
+
+
+def test_a_dataset_whose_mean_reward_is_no_number_fails_the_round() -> None:
+    view = job("Succeeded", message=succeeded(1, Step.COLLECTING).message.replace("0.5", "NaN"))
+    observed, decision = settled(scene(Step.COLLECTING, jobs={0: view}))
+    assert observed.rounds[1].status.step == "Failed"
+    assert condition(decision, "Stalled")[:2] == ("True", "InvalidData")
 
 
 def test_servers_that_are_ready_are_judged_next() -> None:

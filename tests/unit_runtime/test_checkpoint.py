@@ -20,7 +20,7 @@ STEPS = 3
 SETTINGS: dict[str, Any] = {"steps": STEPS, "batch_size": 2, "kl": {"coefficient": 1.0}, "baseline": "EMA"}
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """What a killed process looks like from inside."""
 
 
@@ -43,14 +43,14 @@ def crash_in(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int)
     def crashing(*args: Any, **kwargs: Any) -> Any:
         seen.append(None)
         if len(seen) == call:
-            raise Crash
+            raise CrashError
         return made(*args, **kwargs)
 
     monkeypatch.setattr(module, name, crashing)
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "call"),
+    "crash",
     [
         (diagnostics, "publish", 1),  # after step 1, before its checkpoint
         (diagnostics, "publish", 3),
@@ -62,20 +62,19 @@ def crash_in(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int)
     ],
 )
 def test_resuming_gives_the_same_bits(
-    tmp_path: Path, samples: list[Sample], straight: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str,
-    call: int,
-) -> None:  # fmt: skip
+    tmp_path: Path, samples: list[Sample], straight: Any, monkeypatch: pytest.MonkeyPatch, crash: Any
+) -> None:
     lab = Lab(tmp_path)
     config = lab.config(samples, **SETTINGS)
     with monkeypatch.context() as patch:
-        crash_in(patch, module, name, call)
-        with pytest.raises(Crash):
+        crash_in(patch, *crash)
+        with pytest.raises(CrashError):
             lab.train(config)
     result = lab.train(config)
     assert lab.digests() == straight
     assert (result.steps, result.global_step) == (STEPS, STEPS)
     assert [row["step"] for row in lab.figures()] == [1, 2, 3]
-    assert not [key for key in lab.store.list("rounds/0001/steps/")]
+    assert not list(lab.store.list("rounds/0001/steps/"))
     assert lab.train(config) == result  # a third attempt has nothing to do
 
 
@@ -84,7 +83,7 @@ def interrupted(lab: Lab, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
     config = lab.config(samples, **(SETTINGS | changes))
     with monkeypatch.context() as patch:
         crash_in(patch, diagnostics, "publish", 3)
-        with pytest.raises(Crash):
+        with pytest.raises(CrashError):
             lab.train(config)
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from prodrl.collect import run as step
 from prodrl.config import CollectConfig, CollectResult, StoreConfig
 from prodrl.errors import DataError, PreemptedError, UnavailableError
 from prodrl.progress import Progress
+from prodrl.recorder import spool
 from prodrl.store import folders, layout, open_store
 from prodrl.store.port import Store
+from prodrl.train import dataset as trainer
 from tests.support.records import DIGEST, NOW, OTHER_DIGEST, World, make_config, make_feedback, make_record, world
 
 pytest_plugins = ["tests.support.stores"]
@@ -180,6 +183,37 @@ def test_a_conversation_that_began_under_another_policy_is_mixed(local_config: S
     there.reward(make_feedback("t-0", request_ids=[], received_ms=NOW - 60_000))
     there.play(*FOUR)
     assert collect(make_config(local_config)).excluded == {"MixedPolicy": 1}
+
+
+def test_old_shards_of_other_policies_are_not_read(local_config: StoreConfig) -> None:
+    there = world(local_config)
+    old, recent = NOW - 30 * 86_400_000, NOW - 86_400_000
+    for name, at in (("t-old", old), ("t-recent", recent)):
+        record = make_record(name, 0, policy_digest=OTHER_DIGEST, started_ms=at, finished_ms=at)
+        there.record(record, digest=OTHER_DIGEST)
+    collector = step.Collector(there.store, make_config(local_config, collect_from_ms=NOW), lambda: NOW)
+    collector.look(Progress())
+    assert set(collector._known) == {"t-recent"}
+
+
+def test_what_the_recorder_spools_is_read_and_what_is_sealed_the_trainer_reads(
+    local_config: StoreConfig, tmp_path: Path
+) -> None:
+    there = world(local_config)
+    box = spool.Spool(tmp_path / "spool", "engine-0-0123")
+    records = [make_record(name) for name in FOUR] + [make_record("t-a", 1, prompt_ids=[9])]
+    spool.upload(there.store, box.write(layout.record_shard(DIGEST, "engine-0-0123", 0), records))
+    box.close()
+    there.reward(make_feedback("t-a", request_ids=["t-a.0", "t-a.1"]), *(make_feedback(name) for name in FOUR[1:]))
+    result = collect(make_config(local_config))
+    manifest = folders.fetch_folder(there.store, result.dataset_key, tmp_path / "dataset", result.dataset_digest)
+    found = trainer.read(tmp_path / "dataset", manifest, result.dataset_key)
+    assert [(t.trajectory_id, t.tokens, len(t.rows)) for t in found.trajectories] == [
+        ("t-a", 4, 2),
+        ("t-b", 2, 1),
+        ("t-c", 2, 1),
+        ("t-d", 2, 1),
+    ]
 
 
 def test_a_later_round_never_takes_what_was_claimed(any_config: StoreConfig) -> None:

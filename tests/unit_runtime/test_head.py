@@ -91,16 +91,16 @@ def test_the_policy_equals_the_model_with_full_logits(tied: bool) -> None:
     full = loss(reference[:, 0], reference[:, 1:])
     torch.testing.assert_close(chunked, full, rtol=1e-5, atol=1e-6)
     parameters = list(model.parameters())
-    for one, other in zip(
-        torch.autograd.grad(chunked, parameters), torch.autograd.grad(full, parameters), strict=True
-    ):
+    for one, other in zip(torch.autograd.grad(chunked, parameters), torch.autograd.grad(full, parameters), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-6)
 
 
 def test_prompt_tokens_get_no_gradient_at_the_logits() -> None:
     hidden = torch.randn(6, 16, requires_grad=True)
     scored = hidden[torch.tensor([3, 4])]
-    found = head.gather_logprobs(scored, torch.randn(9, 16), None, torch.zeros(2, 1, dtype=torch.long), torch.ones(2), 1)
+    found = head.gather_logprobs(
+        scored, torch.randn(9, 16), None, torch.zeros(2, 1, dtype=torch.long), torch.ones(2), 1
+    )
     (gradient,) = torch.autograd.grad(found.logp_N.sum(), hidden)
     assert gradient.abs().sum(-1).bool().tolist() == [False, False, False, True, True, False]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -269,3 +270,19 @@ def test_too_few_puzzles_are_refused(tmp_path, monkeypatch) -> None:
 
 def test_an_empty_tally_can_be_shown() -> None:
     assert demos.tally_lines(Tally()) == ["users: 0 requests sent, 0 answered, 0 failed, 0 aborted"]
+
+
+def test_a_prepare_that_is_told_to_stop_leaves_nothing_behind(tmp_path) -> None:
+    command = [sys.executable, "-c", "from prodrl.cli import main; main()", "lab", "prepare", "--count", "500"]
+    process = subprocess.Popen(command, env={**os.environ, "PRODRL_CACHE": str(tmp_path)}, stdout=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob(".lab-*/users.csv")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode != 0
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from prodrl.gateway import feedback
 from prodrl.lab import text
 from prodrl.lab.puzzles import Puzzle
 from prodrl.lab.tally import Tally, read_tally
@@ -36,6 +37,7 @@ class Gateway:
             return httpx.Response(503 if self.down_for >= 0 else 200, json={"data": []})
         body = json.loads(request.content)
         if request.url.path == "/v1/feedback":
+            feedback.parse(request.content, "", None)  # the real gateway's own parser must take it
             status = self.feedback_statuses.pop(0) if self.feedback_statuses else 202
             self.feedback += [body] if status == 202 else []
             return httpx.Response(status, json={})

@@ -71,7 +71,8 @@ def test_on_policy_it_is_reinforce_in_expectation() -> None:
     eye = {"head_mask_NK": torch.ones(7, 7, dtype=torch.bool), "complete_N": torch.zeros(7, dtype=torch.bool)}
     tokens = Tokens(
         logp_N=logp, logp_head_NK=logp.expand(7, -1), log_mu_N=still, log_mu_head_NK=still.expand(7, -1),
-        advantage_N=torch.tensor(values, dtype=torch.float64), start_logp_N=still, start_log_mass_N=torch.zeros(7), **eye,
+        advantage_N=torch.tensor(values, dtype=torch.float64), start_logp_N=still,
+        start_log_mass_N=torch.zeros(7), **eye,
     )  # fmt: skip
     gradients = [
         torch.autograd.grad((still.exp() * loss).sum(), z, retain_graph=True)[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prodrl.config import CorrectionConfig
-from prodrl.train import advantages, losses
+from prodrl.train import advantages, batch, diagnostics, fsdp, losses
 from prodrl.train.losses import Tokens, Weighting
 
 PB, QB = [0.4, 0.3, 0.2, 0.1], [0.5, 0.2, 0.2, 0.1]
@@ -269,6 +269,29 @@ def test_l_temperature() -> None:
     assert seen.logp_head_NK.exp()[0].tolist() == close([0.4602962975, 0.3051782457, 0.1709994174, 0.0635260394])
     loss = losses.reinforce(seen.logp_N, seen.advantage_N)
     assert gradient(-loss, z) == close([-0.6575661393, 0.9926025062, -0.2442848819, -0.0907514849])
+
+
+def test_k_diagnostics() -> None:
+    mu, p = torch.tensor([0.5, 0.2, 0.9, 0.05]).log(), torch.tensor([0.45, 0.25, 0.9, 0.10]).log()
+    no, one = torch.zeros(4, dtype=torch.bool), torch.ones(4)
+    empty = {"log_mu_head_NK": torch.full((4, 1), -torch.inf), "head_mask_NK": no[:, None]}
+    fixed = {"start_logp_N": p, "start_log_mass_N": torch.zeros(4), "advantage_N": one, "complete_N": no}
+    seen = Tokens(logp_N=p, logp_head_NK=torch.zeros(4, 1), log_mu_N=mu, **fixed, **empty)
+    index = torch.zeros(4, dtype=torch.long)
+    micro = batch.MicroBatch(
+        ids_RL=index[None], scored_from_N=index, ids_N1K=index[:, None], log_mu_N=mu, temperature_N=one, complete_N=no,
+        outside_N=no, weight_N=one / 4, trajectory_N=index, flat_N=index, **empty,
+    )  # fmt: skip
+    correction = CorrectionConfig(type="ImportanceSampling", cap=1.9)
+    collector = diagnostics.Collector()
+    collector.add(micro, diagnostics.token_figures(seen, one, micro, correction, kl_cap=5.0), {"loss": one * 3})
+    found = collector.reduce(fsdp.Ranks(0, 1, 0, 0, torch.device("cpu")))
+    expected = {
+        "net_mismatch": 0.2554128119, "engine_mismatch": 0.2554128119, "net_mismatch_trajectory": 0.2554128119,
+        "staleness": 0.0, "k1": -0.2027325541, "k3": 0.0847674459, "ratio_mean": 1.2875, "chi2": 0.843125,
+        "ess": 0.8993726687, "cap_fraction": 0.25, "net_mismatch_max": 0.6931471806, "loss": 3.0, "tokens": 4.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
 P_M = [[0.4, 0.3, 0.2, 0.1], [0.25] * 4, [0.1, 0.2, 0.3, 0.4]]

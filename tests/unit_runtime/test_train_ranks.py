@@ -17,7 +17,7 @@ from prodrl.records import Sample
 from prodrl.store import layout
 from prodrl.train import diagnostics
 from tests.support.training import Lab, make_samples, tiny_model
-from tests.unit_runtime.test_checkpoint import Crash, crash_in
+from tests.unit_runtime.test_checkpoint import CrashError, crash_in
 from tests.unit_runtime.test_train_loop import tensors
 
 SETTINGS: dict[str, Any] = {
@@ -28,7 +28,8 @@ import sys
 from prodrl.config import TrainConfig
 from prodrl.progress import Progress
 from prodrl.train.loop import run
-print(run(TrainConfig.read(sys.argv[1]), Progress()).weights_digest)
+for path in sys.argv[1:]:
+    print(run(TrainConfig.read(path), Progress()).weights_digest)
 """
 
 
@@ -37,9 +38,11 @@ def samples() -> list[Sample]:
     return make_samples(6, model=tiny_model(), turns=2)
 
 
-def on_two_ranks(lab: Lab, config: TrainConfig) -> None:
-    path = lab.folder / "config.json"
-    path.write_text(config.model_dump_json())
+def on_two_ranks(folder: Path, configs: list[TrainConfig]) -> None:
+    """One pair of processes for all of them: starting it is what takes the time."""
+    paths = [folder / f"{at}.json" for at in range(len(configs))]
+    for path, config in zip(paths, configs, strict=True):
+        path.write_text(config.model_dump_json())
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -47,7 +50,7 @@ def on_two_ranks(lab: Lab, config: TrainConfig) -> None:
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    command = [sys.executable, "-c", PROGRAM, str(path)]
+    command = [sys.executable, "-c", PROGRAM, *map(str, paths)]
     started = [
         subprocess.Popen(
             command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
@@ -86,32 +89,43 @@ def whole(lab: Lab) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_two_ranks_train_like_one(tmp_path: Path, samples: list[Sample]) -> None:
-    one, two = Lab(tmp_path / "one"), Lab(tmp_path / "two")
-    one.train(one.config(samples, **SETTINGS))
-    on_two_ranks(two, two.config(samples, **SETTINGS))
-    near(one, two)
-    assert len(list((tmp_path / "two" / "store" / layout.checkpoint(1)).glob("*.safetensors"))) == 2
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, samples: list[Sample]) -> dict[str, tuple[Lab, Lab]]:
+    """Each case trained by one rank and by two; ``resumed`` began on one rank and ended on two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    single = [
+        s.model_copy(update={"order": at}) for at, s in enumerate(s for s in samples if s.num_samples == 1)
+    ][:2]  # fmt: skip
+    cases = {
+        "plain": (samples, SETTINGS),
+        "resumed": (samples, SETTINGS),
+        "idle": (single, SETTINGS | {"batch_size": 1, "baseline": "RoundMean"}),
+    }
+    made: dict[str, tuple[Lab, Lab]] = {}
+    configs = []
+    for name, (rows, settings) in cases.items():
+        one, two = Lab(folder / name / "one"), Lab(folder / name / "two")
+        one.train(one.config(rows, **settings))
+        configs.append(two.config(rows, **settings))
+        made[name] = (one, two)
+        if name == "resumed":
+            with pytest.MonkeyPatch.context() as patch:
+                crash_in(patch, diagnostics, "publish", 2)
+                with pytest.raises(CrashError):
+                    two.train(configs[-1])
+    on_two_ranks(folder, configs)
+    return made
 
 
-def test_a_round_resumes_on_another_number_of_ranks(
-    tmp_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = Lab(tmp_path / "one"), Lab(tmp_path / "two")
-    one.train(one.config(samples, **SETTINGS))
-    config = two.config(samples, **SETTINGS)
-    with monkeypatch.context() as patch:
-        crash_in(patch, diagnostics, "publish", 2)
-        with pytest.raises(Crash):
-            two.train(config)
-    on_two_ranks(two, config)
-    near(one, two)
+def test_two_ranks_train_like_one(pairs: dict[str, tuple[Lab, Lab]]) -> None:
+    near(*pairs["plain"])
+    assert len(list((pairs["plain"][1].folder / "store" / layout.checkpoint(1)).glob("*.safetensors"))) == 2
 
 
-def test_more_ranks_than_samples_still_run_every_collective(tmp_path: Path, samples: list[Sample]) -> None:
-    alone = [samples[0].model_copy(update={"order": 0})]
-    settings = SETTINGS | {"steps": 1, "batch_size": 1, "baseline": "EMA"}
-    one, two = Lab(tmp_path / "one"), Lab(tmp_path / "two")
-    one.train(one.config(alone, **settings))
-    on_two_ranks(two, two.config(alone, **settings))
-    near(one, two)
+def test_a_round_resumes_on_another_number_of_ranks(pairs: dict[str, tuple[Lab, Lab]]) -> None:
+    near(*pairs["resumed"])
+
+
+def test_a_rank_without_samples_still_runs_every_collective(pairs: dict[str, tuple[Lab, Lab]]) -> None:
+    near(*pairs["idle"])
+    assert pairs["idle"][0].figures()[0]["grad_norm"] > 0

@@ -64,6 +64,12 @@ def _blocked(run: Run, this: Round) -> dict[str, object]:
     }
 
 
+def reward(observed: Observed) -> str | None:
+    """Mean reward of the newest dataset; what is stored when there is none."""
+    sealed = [this.status.dataset for _, this in sorted(observed.rounds.items()) if this.status.dataset is not None]
+    return sealed[-1].reward_mean if sealed else observed.run.status.reward
+
+
 def release(status: RunStatus) -> dict[str, object]:
     """A person lets a halted run go on; the count of blocked rounds begins anew."""
     return {"halted_round": None, "consecutive_blocked": 0}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from prodrl.config.results import CollectResult
 from prodrl_operator.api.round import Dataset
 from prodrl_operator.names import Reason, Step
 from prodrl_operator.rounds import attempts, times
 from prodrl_operator.rounds.decision import Outcome
+from prodrl_operator.rounds.failures import Cause
 from prodrl_operator.rounds.turn import Turn
 
 
@@ -25,6 +28,9 @@ def decide(turn: Turn) -> Outcome:
 
 
 def _sealed(turn: Turn, result: CollectResult) -> Outcome:
+    if not math.isfinite(result.reward_mean):
+        text = f"dataset {result.dataset_key}: the mean reward must be finite, got {result.reward_mean}"
+        return attempts.give_up(turn, Step.COLLECTING, Cause(Reason.INVALID_DATA, text, is_retryable=False))
     dataset = Dataset(
         key=result.dataset_key,
         digest=result.dataset_digest,
@@ -34,7 +40,7 @@ def _sealed(turn: Turn, result: CollectResult) -> Outcome:
         excluded=dict(sorted(result.excluded.items(), key=lambda item: -item[1])[:64]),
     )
     status = turn.status.model_copy(update={"dataset": dataset, "reason": None, "message": ""})
-    return Outcome(status, changes={"reward": dataset.reward_mean}, requeue_after_seconds=0.0)
+    return Outcome(status, requeue_after_seconds=0.0)
 
 
 def _begin_training(turn: Turn) -> Outcome:
@@ -66,5 +72,5 @@ def _starved_seconds(turn: Turn) -> float | None:
 
 
 def decimal(value: float) -> str:
-    """A number as the API writes it."""
-    return f"{value:.6g}"
+    """A finite number as the API writes it."""
+    return f"{value:.6g}".replace("e+", "e")

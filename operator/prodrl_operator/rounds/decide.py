@@ -143,7 +143,7 @@ def _applied(observed: Observed, number: int | None, outcome: Outcome | None) ->
     after = _with(after, rounds, accounting.account(after))
     current = after.current
     weight = traffic.canary_weight(after.run, current, current.status) if current else 0
-    return _with(after, rounds, {"canary_weight": weight}), notes + ignored
+    return _with(after, rounds, {"canary_weight": weight, "reward": accounting.reward(after)}), notes + ignored
 
 
 def _with(observed: Observed, rounds: dict[int, Round], changes: dict[str, object]) -> Observed:

@@ -125,24 +125,17 @@ def _rebase(turn: Turn, canary: CanaryProgress, look: CanaryLook) -> Outcome:
 
 
 def _conclude(turn: Turn, measured: Judgement) -> Outcome:
-    handled = turn.run.status.handled_requests
     if turn.run.spec.suspend:
         return turn.stay(Reason.SUSPENDED, "suspended: nothing is promoted", LOOK_SECONDS)
     needs_person = turn.run.spec.gate.approval == "Required" and turn.number > 0
     if needs_person and not requests.is_approved(turn):
         message = f"the gate passed: {measured.message}; set requests.approveRound: {turn.number} to promote"
         return turn.stay(Reason.AWAITING_APPROVAL, message, LOOK_SECONDS)
-    passed = turn.go(Step.PROMOTING, status=blocking.with_verdict(turn, measured), reason=Reason.GATE_PASSED)
-    if not needs_person:
-        return passed
-    approved = handled.model_copy(update={"approve_round": turn.number})
-    return Outcome(passed.round, {"handled_requests": approved}, passed.notes, 0.0)
+    return turn.go(Step.PROMOTING, status=blocking.with_verdict(turn, measured), reason=Reason.GATE_PASSED)
 
 
 def _await_decision(turn: Turn) -> Outcome:
     """Inconclusive: only a person lets it go on, no clock does."""
     if not requests.is_approved(turn) or turn.run.spec.suspend:
         return turn.stay(Reason.GATE_INCONCLUSIVE, turn.status.message)
-    handled = turn.run.status.handled_requests.model_copy(update={"approve_round": turn.number})
-    gone = turn.go(Step.PROMOTING, reason=Reason.APPROVED, message="approved by requests.approveRound")
-    return Outcome(gone.round, {"handled_requests": handled}, gone.notes, 0.0)
+    return turn.go(Step.PROMOTING, reason=Reason.APPROVED, message="approved by requests.approveRound")

@@ -49,7 +49,7 @@ def abort(turn: Turn) -> Outcome | None:
 
 
 def handled(observed: Observed) -> tuple[HandledRequests, tuple[Note, ...]]:
-    """Both verbs as handled, and what is to be said of one that had nothing to act on."""
+    """The verbs as handled, and what is to be said of one that had nothing to act on."""
     wanted, seen = observed.run.spec.requests, observed.run.status.handled_requests
     update: dict[str, object] = {}
     notes: list[Note] = []
@@ -61,6 +61,9 @@ def handled(observed: Observed) -> tuple[HandledRequests, tuple[Note, ...]]:
             notes.append(Note(Reason.REQUEST_IGNORED, text, key=f"abort/{wanted.abort_round}"))
     if wants_retry(observed):
         update["retry_token"] = wanted.retry_token
+    approved = observed.rounds.get(wanted.approve_round) if wanted.approve_round else None
+    if approved is not None and approved.status.step in (Step.PROMOTING, Step.PROMOTED):
+        update["approve_round"] = wanted.approve_round
     return (seen.model_copy(update=update) if update else seen), tuple(notes)
 
 

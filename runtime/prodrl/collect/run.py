@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 MAX_OUTAGE_SECONDS = 300.0
 """How long the store may be away before the step gives up (and is tried again)."""
+LONGEST_CONVERSATION_MS = 7 * 86_400_000
+"""A conversation that crossed policies is recognised when its other part ended at most this long before the round."""
 
 
 def run(config: CollectConfig, progress: Progress, now_ms: Callable[[], int] | None = None) -> CollectResult:
@@ -59,7 +61,7 @@ class Collector:
         self._store = store
         self._config = config
         self._now_ms = now_ms
-        self._tail = Tail(store)
+        self._tail = Tail(store, config.source.digest, config.collect_from_ms - LONGEST_CONVERSATION_MS)
         self._known: join.Known = {}
         self._earlier: list[ledger.Entry] | None = None
 

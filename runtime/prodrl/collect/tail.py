@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from prodrl.errors import DataError
-from prodrl.records import CompletionRecord, FeedbackEntry, Reason
+from prodrl.records import CompletionRecord, FeedbackEntry, Manifest, Reason
 from prodrl.store import folders, layout
 from prodrl.store.port import Store
 
@@ -77,10 +77,7 @@ def read_table(store: Store, manifest_key: str) -> pa.Table:
     Raises:
         DataError: The shard is missing, is not what its manifest says, or has another schema.
     """
-    try:
-        manifest = folders.parse_manifest(store.get(manifest_key), manifest_key)
-    except KeyError as exc:
-        raise DataError(f"Manifest {manifest_key}: is gone; restore it") from exc
+    manifest = _manifest(store, manifest_key)
     folder = manifest_key.rpartition("/")[0]
     tables = []
     for file in manifest.files:
@@ -99,6 +96,13 @@ def read_table(store: Store, manifest_key: str) -> pa.Table:
     if not tables:
         raise DataError(f"Manifest {manifest_key}: names no file; write it again")
     return pa.concat_tables(tables)
+
+
+def _manifest(store: Store, manifest_key: str) -> Manifest:
+    try:
+        return folders.parse_manifest(store.get(manifest_key), manifest_key)
+    except KeyError as exc:
+        raise DataError(f"Manifest {manifest_key}: is gone; restore it") from exc
 
 
 def read_lines(store: Store, manifest_key: str) -> list[Line]:
@@ -236,18 +240,27 @@ class _Listing:
 
 
 class Tail:
-    """Remembers what was read; each look gives only what is new."""
+    """Remembers what was read; each look gives only what is new.
 
-    def __init__(self, store: Store) -> None:
+    Args:
+        store: The run's store.
+        digest: The policy whose records are wanted; None wants all.
+        others_since_ms: Shards of other policies are read only when they end later. They serve to recognise
+            conversations that crossed policies, and a store of many rounds holds far too many of them.
+    """
+
+    def __init__(self, store: Store, digest: str | None = None, others_since_ms: int = 0) -> None:
         self._store = store
+        self._own = layout.RECORDS if digest is None else layout.records(digest) + "/"
+        self._others_since_ms = others_since_ms
         self._records = _Listing(store, layout.RECORDS, MANIFEST_SUFFIX)
         self._feedback = _Listing(store, layout.FEEDBACK, ".jsonl")
         self.damaged: dict[str, str] = {}
         """Key -> what is wrong with the shard or segment; each is said once."""
 
     def records(self) -> Iterator[Line]:
-        """New records of every policy. A damaged shard is set aside, the others go on."""
-        yield from self._read(self._records, partial(read_lines, self._store))
+        """New records, of every policy. A damaged shard is set aside, the others go on."""
+        yield from self._read(self._records, self._read_shard)
 
     def feedback(self) -> Iterator[FeedbackEntry]:
         """New rewards."""
@@ -268,6 +281,13 @@ class Tail:
         except DataError as exc:
             self._set_aside(key, str(exc))
             return []
+
+    def _read_shard(self, key: str) -> list[Line]:
+        if not key.startswith(self._own):
+            last_ms = _manifest(self._store, key).attributes.get("max_ms", "")
+            if last_ms.isdigit() and int(last_ms) < self._others_since_ms:
+                return []
+        return read_lines(self._store, key)
 
     def _read_segment(self, key: str) -> list[FeedbackEntry]:
         try:

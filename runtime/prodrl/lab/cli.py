@@ -32,6 +32,11 @@ def _request(puzzles: Path | None, count: int, steps: int | None, seed: int):  #
     return Request(count=count, seed=seed, puzzles=puzzles, warm=warm)
 
 
+def _stop_like_ctrl_c() -> None:
+    """SIGTERM unwinds like Ctrl-C: half-made folders go, children are stopped."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def _headers(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
@@ -44,6 +49,7 @@ def prepare(
     from prodrl.lab.display import Display
     from prodrl.lab.prepare import prepare as make
 
+    _stop_like_ctrl_c()
     display = Display()
     prepared = make(_request(puzzles, count, steps, seed), display)
     for name, value in prepared.figures.items():
@@ -138,6 +144,7 @@ def demo(  # noqa: PLR0913, PLR0917  (one argument an option)
     from prodrl.lab.display import Display
     from prodrl.lab.users import Behaviour
 
+    _stop_like_ctrl_c()
     spec = runspec.Options(
         data=data.resolve(), rounds=rounds, steps=steps, batch_size=batch_size, learning_rate=learning_rate,
         is_harmful=harm, on_blocked=on_blocked, quantization=quantization,

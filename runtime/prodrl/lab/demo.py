@@ -176,7 +176,7 @@ class _Processes:
                     break
                 time.sleep(_LOOK_SECONDS)
         except KeyboardInterrupt:
-            # The terminal sent the signal to the operator as well.
+            # Ctrl-C reaches the operator as well, SIGTERM is passed on below; it takes either twice.
             self._stop_users()
         return _end(self._operator, signal.SIGTERM, _OPERATOR_STOP_SECONDS)
 

@@ -40,7 +40,7 @@ _NONE = np.uint64(0)
 
 
 @numba.njit(cache=True)
-def _attacks(kind: int, square: int, occupied: int) -> int:
+def _attacks(kind: int, square: int, occupied: int) -> np.uint64:
     """Squares that a piece attacks; the first occupied one of a line is among them."""
     if kind == KING:
         return _KING_NEAR[square]
@@ -61,7 +61,7 @@ def _attacks(kind: int, square: int, occupied: int) -> int:
 
 
 @numba.njit(cache=True)
-def _white(squares: Any) -> int:
+def _white(squares: Any) -> np.uint64:
     occupied = _NONE
     for square in squares:
         if square >= 0:
@@ -70,7 +70,7 @@ def _white(squares: Any) -> int:
 
 
 @numba.njit(cache=True)
-def _covered(kinds: Any, squares: Any) -> int:
+def _covered(kinds: Any, squares: Any) -> np.uint64:
     """Squares where the black king would be in check. It is transparent: it cannot hide behind where it was."""
     occupied = _white(squares)
     found = _NONE
@@ -81,7 +81,7 @@ def _covered(kinds: Any, squares: Any) -> int:
 
 
 @numba.njit(cache=True)
-def _targets(kinds: Any, squares: Any, index: int, king: int) -> int:
+def _targets(kinds: Any, squares: Any, index: int, king: int) -> np.uint64:
     """Where a white piece may go; white's king keeps away from black's."""
     if squares[index] < 0:
         return _NONE

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-CONTEXT = 256
-"""Longest conversation in tokens."""
+CONTEXT = 512
+"""Longest conversation in tokens; a full board takes 70, a move and its reply 85."""
 VOCABULARY = 256

@@ -24,7 +24,18 @@ from prodrl.lab import generate, puzzles
 from prodrl.lab.display import Display
 from prodrl.lab.warm_settings import WarmStart
 
-_SOURCES = ("generate", "measure", "model", "prepare", "puzzles", "session", "text", "warm_settings", "warm_start")
+_SOURCES = (
+    "generate",
+    "measure",
+    "model",
+    "model_limits",
+    "prepare",
+    "puzzles",
+    "session",
+    "text",
+    "warm_settings",
+    "warm_start",
+)
 _MEASURED = 256
 _SMALLEST_PART = 16
 

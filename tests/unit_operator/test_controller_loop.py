@@ -1,0 +1,337 @@
+"""The controller's loop, its queue, what pods say, and the gateway's admin port."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from prodrl.config.serving import RouteTable
+from prodrl_operator import names
+from prodrl_operator.builders import Platform
+from prodrl_operator.cluster import port
+from prodrl_operator.controller import Controller
+from prodrl_operator.errors import ConflictError
+from prodrl_operator.gateway_admin import HttpGatewayAdmin
+from prodrl_operator.names import Step
+from prodrl_operator.pods import deployment_view, job_view
+from prodrl_operator.queueing import WorkQueue
+from tests.support.operator_harness import NAME, World
+
+KEY, OTHER = ("default", "a"), ("default", "b")
+
+
+# The queue.
+
+
+@dataclasses.dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_key_is_given_out_once_however_often_it_was_added() -> None:
+    queue = WorkQueue(Clock())
+    for _ in range(5):
+        queue.add(KEY)
+    assert queue.get(0) == KEY
+    queue.done(KEY)
+    assert queue.get(0) is None
+
+
+def test_a_key_in_work_waits_for_its_worker_and_others_do_not() -> None:
+    queue = WorkQueue(Clock())
+    queue.add(KEY)
+    assert queue.get(0) == KEY
+    queue.add(KEY)
+    queue.add(OTHER)
+    assert queue.get(0) == OTHER
+    assert queue.get(0) is None
+    queue.done(KEY)
+    assert queue.get(0) == KEY
+
+
+def test_a_delay_holds_and_an_earlier_time_wins() -> None:
+    clock = Clock()
+    queue = WorkQueue(clock)
+    queue.add(KEY, 60)
+    assert queue.get(0) is None
+    queue.add(KEY, 5)
+    queue.add(KEY, 600)
+    clock.now = 5
+    assert queue.get(0) == KEY
+    queue.done(KEY)
+    clock.now = 1000
+    assert queue.get(0) is None, "the later times were replaced"
+
+
+def test_closing_wakes_whoever_waits() -> None:
+    queue = WorkQueue()
+    thread = threading.Thread(target=queue.get)
+    thread.start()
+    queue.close()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
+# The loop.
+
+
+def loop(it: World, controller: Controller, is_over: Callable[[], bool], seconds: float = 60.0) -> None:
+    stop = threading.Event()
+    worker = threading.Thread(target=controller.run_forever, args=(stop,))
+    worker.start()
+    try:
+        deadline = time.monotonic() + seconds
+        while not is_over():
+            assert time.monotonic() < deadline, it.run.status
+            it.kubelet.tick()
+            it.now += timedelta(seconds=1)
+            time.sleep(0.02)
+    finally:
+        stop.set()
+        worker.join(timeout=10)
+    assert not worker.is_alive()
+
+
+def test_27_a_watch_that_says_nothing_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = World({"rounds": {"max": 1, "steps": 1, "batchSize": 1}})
+    monkeypatch.setattr(it.store, "watch", lambda notify: lambda: None)
+    silent = Controller(it.store, Platform(), clock=lambda: it.now, gateway_admin=it.gateway, resync_seconds=0.05)
+    loop(it, silent, lambda: it.run.status.stable is not None)
+    assert silent.last_success is not None
+
+
+def test_the_watch_makes_the_loop_quick() -> None:
+    it = World({"rounds": {"max": 1, "steps": 1, "batchSize": 1}})
+    watching = Controller(it.store, Platform(), clock=lambda: it.now, gateway_admin=it.gateway, resync_seconds=3600)
+    loop(it, watching, lambda: it.run.status.stable is not None)
+
+
+def test_39_two_operators_with_clocks_apart_make_no_second_job_and_reach_the_end() -> None:
+    it = World({"rounds": {"max": 2, "steps": 1, "batchSize": 1}})
+    skewed = Controller(it.store, Platform(), clock=lambda: it.now + timedelta(minutes=10), gateway_admin=it.gateway)
+    conflicts = 0
+    for _ in range(80):
+        it.step()
+        for _ in range(3):
+            try:
+                skewed.reconcile("default", NAME)
+            except ConflictError:
+                conflicts += 1
+        if it.is_true("Completed"):
+            break
+    assert it.is_true("Completed")
+    assert all(len(uids) == 1 for uids in it.jobs_seen.values())
+    assert [item.number for item in it.run.status.history] == [0, 1, 2]
+
+
+def test_39_a_write_on_what_somebody_else_changed_meanwhile_is_refused_and_made_up_for() -> None:
+    it = World()
+    it.until(lambda w: w.at(1, Step.COLLECTING))
+    other = Controller(it.store, Platform(), clock=lambda: it.now, gateway_admin=it.gateway)
+    fresh, is_racing = it.store.update_status, [True]
+
+    def racing(manifest: dict[str, Any]) -> dict[str, Any]:
+        if is_racing[0]:
+            is_racing[0] = False
+            other.reconcile("default", NAME)
+        return fresh(manifest)
+
+    it.store.update_status = racing  # type: ignore[method-assign]
+    it.until(lambda w: w.is_true("Completed"))
+    assert [item.number for item in it.run.status.history] == [0, 1, 2]
+
+
+def test_a_pass_that_fails_is_counted_and_tried_again() -> None:
+    it = World()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    it.controller.reconcile = broken  # type: ignore[assignment,method-assign]
+    it.controller.queue.add(("default", NAME))
+    key = it.controller.queue.get(0)
+    assert key is not None
+    it.controller.work(key)
+    assert it.controller.results == {"error": 1}
+    assert len(it.controller.queue) == 1
+
+
+def test_a_run_that_is_gone_is_no_error() -> None:
+    it = World()
+    assert it.controller.reconcile("default", "nobody") is None
+
+
+# What pods say.
+
+
+def pod(phase: str, name: str = "p", labels: dict[str, str] | None = None, **status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name, "labels": labels or {}}, "status": {"phase": phase, **status}}
+
+
+def ended(code: int, at: str = "2026-01-01T00:00:00Z", **more: Any) -> list[dict[str, Any]]:
+    state = {"terminated": {"exitCode": code, "finishedAt": at, **more}}
+    return [{"name": "step", "restartCount": 0, "state": state}]
+
+
+def batch_job(condition: str | None = None, reason: str = "", **more: Any) -> dict[str, Any]:
+    conditions = [{"type": condition, "status": "True", "reason": reason}] if condition else []
+    labels = more.pop("labels", {})
+    return {
+        "metadata": {"name": "j", "uid": "u", "labels": labels},
+        "spec": {"suspend": more.pop("suspend", False)},
+        "status": {"conditions": conditions, **more},
+    }
+
+
+def test_of_many_ranks_the_one_that_died_first_by_itself_speaks() -> None:
+    pods = [
+        pod("Failed", "rank-0", containerStatuses=ended(143, "2026-01-01T00:00:01Z", message="told to stop")),
+        pod("Failed", "rank-1", containerStatuses=ended(78, "2026-01-01T00:00:02Z", message="memory")),
+        pod("Failed", "rank-2", containerStatuses=ended(69, "2026-01-01T00:00:03Z", message="lost a peer")),
+    ]
+    view = job_view(batch_job("Failed", "BackoffLimitExceeded"), pods)
+    assert (view.state, view.exit_code, view.message) == ("Failed", 78, "memory")
+
+
+def test_of_a_success_index_0_speaks() -> None:
+    index = "batch.kubernetes.io/job-completion-index"
+    pods = [
+        pod("Succeeded", "b", {index: "1"}, containerStatuses=ended(0, message="other")),
+        pod("Succeeded", "a", {index: "0"}, containerStatuses=ended(0, message="result")),
+    ]
+    assert job_view(batch_job("Complete"), pods).message == "result"
+
+
+@pytest.mark.parametrize(
+    ("pods", "condition", "reason"),
+    [
+        ([pod("Failed", containerStatuses=ended(137, reason="OOMKilled"))], "BackoffLimitExceeded", "OOMKilled"),
+        ([pod("Failed", reason="Evicted")], "BackoffLimitExceeded", "Evicted"),
+        (
+            [
+                pod(
+                    "Failed",
+                    conditions=[{"type": "DisruptionTarget", "status": "True"}],
+                    containerStatuses=ended(137, reason="Error"),
+                )
+            ],
+            "PodFailurePolicy",
+            "DisruptionTarget",
+        ),
+        ([pod("Failed", containerStatuses=ended(143))], "DeadlineExceeded", "DeadlineExceeded"),
+        ([], "BackoffLimitExceeded", "BackoffLimitExceeded"),
+    ],
+)
+def test_reasons_of_a_failed_job(pods: list[dict[str, Any]], condition: str, reason: str) -> None:
+    assert job_view(batch_job("Failed", condition), pods).reason == reason
+
+
+def test_waiting_pods_say_why() -> None:
+    unschedulable = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]
+    view = job_view(batch_job(), [pod("Pending", conditions=unschedulable)])
+    assert (view.state, view.waiting, view.waiting_message) == ("Pending", "Unschedulable", "0/1 nodes")
+    waiting = [{"name": "fetch", "restartCount": 0, "state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]
+    assert job_view(batch_job(), [pod("Pending", initContainerStatuses=waiting)]).waiting == "ErrImagePull"
+    starting = [{"name": "step", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}]
+    assert job_view(batch_job(), [pod("Pending", containerStatuses=starting)]).waiting == ""
+
+
+def test_a_queue_label_makes_suspend_kueues() -> None:
+    view = job_view(batch_job(suspend=True, labels={names.LABEL_QUEUE: "gpus"}), [])
+    assert (view.suspended, view.is_queued) == (True, True)
+    assert not view.is_suspension_due(suspend=False)
+
+
+def test_a_deployment_tells_its_worst_container() -> None:
+    crashed = {
+        "name": "server",
+        "restartCount": 4,
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
+        "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": ""}},
+    }
+    deployment = {
+        "metadata": {"name": "d", "uid": "u", "generation": 2},
+        "spec": {"replicas": 2},
+        "status": {"readyReplicas": 1, "observedGeneration": 2},
+    }
+    view = deployment_view(deployment, [pod("Running"), pod("Running", containerStatuses=[crashed])])
+    assert (view.restarts, view.last_exit, view.waiting) == (4, "OOMKilled", "CrashLoopBackOff")
+    assert not view.is_ready
+    refused = deployment | {
+        "status": {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}]}
+    }
+    assert deployment_view(refused, []).waiting == "FailedCreate"
+
+
+def test_18_a_job_without_pods_is_explained_by_its_events() -> None:
+    it = World()
+    it.kubelet.tick = lambda: None  # type: ignore[method-assign]
+    it.turn()
+    job = it.store.get(port.JOB, "default", "chess-r0000-export-a0")
+    assert job is not None
+    event = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": "x.1", "namespace": "default"},
+        "involvedObject": {"kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]},
+        "reason": "FailedCreate",
+        "message": "pods are forbidden: exceeded quota",
+        "type": "Warning",
+    }
+    it.store.create(event)
+    it.now += timedelta(seconds=60)
+    it.turn()
+    assert "exceeded quota" in it.round(0).status.message
+
+
+# The admin port.
+
+
+class _Replica(BaseHTTPRequestHandler):
+    routes: bytes = b""
+
+    def do_GET(self) -> None:
+        body = b'{"version": "v7"}' if self.path == "/admin/status" else b"[]"
+        self._answer(200, body)
+
+    def do_PUT(self) -> None:
+        type(self).routes = self.rfile.read(int(self.headers["content-length"]))
+        self._answer(200 if self.path == "/admin/routes" else 404, b"{}")
+
+    def _answer(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_the_admin_port_is_asked_and_told_and_its_absence_is_an_answer() -> None:
+    server = HTTPServer(("127.0.0.1", 0), _Replica)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    admin = HttpGatewayAdmin()
+    try:
+        assert admin.status(url) == {"version": "v7"}
+        assert admin.push(url, RouteTable(version="v8"))
+        assert RouteTable.model_validate_json(_Replica.routes) == RouteTable(version="v8")
+        assert admin.status(f"{url}/elsewhere") is None, "a list is no status"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert admin.status(url) is None
+    assert not admin.push(url, RouteTable(version="v9"))
