@@ -10,7 +10,9 @@ import contextlib
 import os
 import secrets
 import socket
+import socketserver
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -132,6 +134,41 @@ class RealServer:
         (credentials / "secretAccessKey").write_text(self.secret_key + "\n")
         uri = f"s3://{BUCKET}/{uuid.uuid4().hex}"
         return StoreConfig(uri=uri, endpoint_url=self.url, region=REGION, credentials_dir=str(credentials))
+
+
+class AnswerLoser(socketserver.ThreadingTCPServer):
+    """A proxy that passes bytes on, but hangs up instead of the next answer when ``lose`` is set."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int) -> None:
+        self.upstream_port = port
+        self.lose = threading.Event()
+        self.lost = 0
+        super().__init__(("127.0.0.1", 0), _Passing)
+
+
+class _Passing(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        server = self.server
+        assert isinstance(server, AnswerLoser)
+        with socket.create_connection(("127.0.0.1", server.upstream_port)) as upstream:
+            threading.Thread(target=_pump, args=(self.request, upstream), daemon=True).start()
+            while data := upstream.recv(65536):
+                # "100 Continue" is no answer yet: the client has not sent the body.
+                if server.lose.is_set() and not data.startswith(b"HTTP/1.1 100 "):
+                    server.lose.clear()
+                    server.lost += 1
+                    return
+                self.request.sendall(data)
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    try:
+        while data := source.recv(65536):
+            sink.sendall(data)
+    except OSError:
+        return  # the other direction has hung up
 
 
 @contextlib.contextmanager

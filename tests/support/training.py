@@ -64,7 +64,7 @@ def make_samples(
         samples += [
             Sample(
                 trajectory_id=f"t-{seed:02d}-{order:03d}", index=index, num_samples=len(parts), order=order,
-                reward=reward, trajectory_tokens=tokens, policy_digest="sha256:" + "0" * 64, 
+                reward=reward, trajectory_tokens=tokens, policy_digest="sha256:" + "0" * 64,
                 record_ids=[f"r{order}-{index}"], **part,
             )
             for index, part in enumerate(parts)
@@ -119,7 +119,8 @@ def write_dataset(store: Store, folder: Path, samples: Sequence[Sample], round_n
 def train_config(uri: str, digest: str, round_number: int = 1, **changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {
         "store": StoreConfig(uri=uri), "run": "test", "round": round_number,
-        "dataset_key": layout.dataset(round_number), "dataset_digest": digest, "init_weights_key": BASE_KEY, "steps": 2, "batch_size": 4, "seed": 7,
+        "dataset_key": layout.dataset(round_number), "dataset_digest": digest,
+         "init_weights_key": BASE_KEY, "steps": 2, "batch_size": 4, "seed": 7,
         "optimizer": {"learning_rate": 1e-2}, "micro_batch_tokens": 40, "head_chunk_tokens": 5,
         "checkpoint_every_steps": 1,
     }  # fmt: skip

@@ -76,7 +76,7 @@ def test_i1_stable_never_loses_a_ready_replica_because_of_a_round() -> None:
         assert deployment(it, stable.round)["status"]["readyReplicas"] == 2
 
 
-def test_6_an_inconclusive_gate_makes_no_further_job_in_a_hundred_resyncs() -> None:
+def test_an_inconclusive_gate_makes_no_further_job_in_a_hundred_resyncs() -> None:
     def few(number: int, step: Step, attempt: int) -> Outcome:
         good = all_well(number, step, attempt)
         if step is not Step.GATING or number == 0 or not isinstance(good.message, dict):
@@ -94,7 +94,7 @@ def test_6_an_inconclusive_gate_makes_no_further_job_in_a_hundred_resyncs() -> N
     it.until(lambda w: "chess-r0001-gate-a1" in w.names_of(port.JOB))
 
 
-def test_10_edits_at_every_step_take_effect_with_the_next_round() -> None:
+def test_edits_at_every_step_take_effect_with_the_next_round() -> None:
     it = World({"rounds": {"max": 3, "steps": 2, "batchSize": 2}})
     it.until(lambda w: w.at(1, Step.COLLECTING))
     for step in (Step.COLLECTING, Step.TRAINING, Step.EXPORTING, Step.CANARY_DEPLOYING, Step.GATING):
@@ -108,7 +108,7 @@ def test_10_edits_at_every_step_take_effect_with_the_next_round() -> None:
     assert server["image"] == "at-Gating:1"
 
 
-def test_25_a_stale_list_leads_to_no_second_job() -> None:
+def test_a_stale_list_leads_to_no_second_job() -> None:
     """The LIST answers what was true a while ago; the deterministic name makes the second create fail."""
     running = lambda number, step, attempt: None if step is Step.TRAINING else all_well(number, step, attempt)  # noqa: E731
     it = World(script=running)
@@ -391,7 +391,7 @@ def test_i7_a_deleted_run_creates_nothing_more_and_goes(keep: str) -> None:
     assert it.names_of(port.ROUND) == []
 
 
-def test_32_keep_leaves_users_served_as_they_were() -> None:
+def test_keep_leaves_users_served_as_they_were() -> None:
     it = deleted("Keep")
 
     def serving() -> set[str]:
@@ -412,14 +412,14 @@ def test_32_keep_leaves_users_served_as_they_were() -> None:
     assert it.weights() == {0: 100}
 
 
-def test_32_delete_leaves_nothing() -> None:
+def test_delete_leaves_nothing() -> None:
     it = deleted("Delete")
     after_deletion(it)
     for kind in (port.DEPLOYMENT, port.SERVICE, port.CONFIG_MAP, port.POD):
         assert it.names_of(kind) == [], kind
 
 
-def test_30_a_foreground_deletion_recreates_nothing() -> None:
+def test_a_foreground_deletion_recreates_nothing() -> None:
     it = World({"onDelete": {"serving": "Delete"}})
     it.until(lambda w: w.run.status.stable is not None)
     it.store.delete(port.RUN, "default", NAME, propagation="Foreground")
@@ -427,7 +427,7 @@ def test_30_a_foreground_deletion_recreates_nothing() -> None:
     assert it.store.get(port.RUN, "default", NAME) is None
 
 
-def test_31_a_run_deleted_while_the_operator_was_away_is_finished_by_the_next() -> None:
+def test_a_run_deleted_while_the_operator_was_away_is_finished_by_the_next() -> None:
     it = deleted("Keep")
     it.restart()
     after_deletion(it)

@@ -102,7 +102,7 @@ def loop(it: World, controller: Controller, is_over: Callable[[], bool], seconds
     assert not worker.is_alive()
 
 
-def test_27_a_watch_that_says_nothing_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_that_says_nothing_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     it = World({"rounds": {"max": 1, "steps": 1, "batchSize": 1}})
     monkeypatch.setattr(it.store, "watch", lambda notify: lambda: None)
     silent = Controller(it.store, Platform(), clock=lambda: it.now, gateway_admin=it.gateway, resync_seconds=0.05)
@@ -116,7 +116,7 @@ def test_the_watch_makes_the_loop_quick() -> None:
     loop(it, watching, lambda: it.run.status.stable is not None)
 
 
-def test_39_two_operators_with_clocks_apart_make_no_second_job_and_reach_the_end() -> None:
+def test_two_operators_with_clocks_apart_make_no_second_job_and_reach_the_end() -> None:
     it = World({"rounds": {"max": 2, "steps": 1, "batchSize": 1}})
     skewed = Controller(it.store, Platform(), clock=lambda: it.now + timedelta(minutes=10), gateway_admin=it.gateway)
     conflicts = 0
@@ -134,7 +134,7 @@ def test_39_two_operators_with_clocks_apart_make_no_second_job_and_reach_the_end
     assert [item.number for item in it.run.status.history] == [0, 1, 2]
 
 
-def test_39_a_write_on_what_somebody_else_changed_meanwhile_is_refused_and_made_up_for() -> None:
+def test_a_write_on_what_somebody_else_changed_meanwhile_is_refused_and_made_up_for() -> None:
     it = World()
     it.until(lambda w: w.at(1, Step.COLLECTING))
     other = Controller(it.store, Platform(), clock=lambda: it.now, gateway_admin=it.gateway)
@@ -273,7 +273,7 @@ def test_a_deployment_tells_its_worst_container() -> None:
     assert deployment_view(refused, []).waiting == "FailedCreate"
 
 
-def test_18_a_job_without_pods_is_explained_by_its_events() -> None:
+def test_a_job_without_pods_is_explained_by_its_events() -> None:
     it = World()
     it.kubelet.tick = lambda: None  # type: ignore[method-assign]
     it.turn()

@@ -43,7 +43,7 @@ def test_a_run_gets_its_finalizer_before_anything_else() -> None:
 
 def test_the_gateway_comes_up_before_there_is_a_policy() -> None:
     _, decision = settled(Observed(run=runs.make_run()))
-    assert decision.intents == (EnsureGateway(None), EnsureRoutes(()), CreateRound(0, None, 0))
+    assert decision.intents == (EnsureRoutes(()), EnsureGateway(None), CreateRound(0, None, 0))
 
 
 def test_a_new_run_is_not_ready_and_not_stalled() -> None:

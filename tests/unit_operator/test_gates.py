@@ -111,7 +111,7 @@ def test_a_fail_outweighs_an_error_and_an_error_outweighs_too_little() -> None:
     assert judge_measurements(GATE, worse, is_first=False).verdict is FAIL
 
 
-def test_fault_8_a_metric_that_was_never_written_is_an_error_and_no_success() -> None:
+def test_a_metric_that_was_never_written_is_an_error_and_no_success() -> None:
     """A gate that names something the Job did not report."""
     other = paired(0.1, 0.2, name="another")
     assert judge_measurements(GATE, measurements(other), is_first=False).verdict is ERROR
@@ -119,7 +119,7 @@ def test_fault_8_a_metric_that_was_never_written_is_an_error_and_no_success() ->
     assert judge_measurements(GATE, "not JSON", is_first=False).verdict is ERROR
 
 
-def test_fault_2_a_gate_without_a_baseline_is_inconclusive_with_that_reason() -> None:
+def test_a_gate_without_a_baseline_is_inconclusive_with_that_reason() -> None:
     judgement = judge_measurements(GATE, measurements(stable_mean_abs=None), is_first=False)
     assert (judgement.verdict, judgement.reason) == (INCONCLUSIVE, Reason.BASELINE_UNAVAILABLE)
 

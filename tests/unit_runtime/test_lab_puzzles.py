@@ -171,3 +171,10 @@ def test_images_are_the_symmetries_of_the_square() -> None:
     assert puzzles.IMAGES[0] == tuple(range(64))
     assert len(set(puzzles.IMAGES)) == 8
     assert all(sorted(image) == list(range(64)) for image in puzzles.IMAGES)
+
+
+def test_both_kinds_are_spread_over_the_file(generated: list[Puzzle]) -> None:
+    """Whoever takes the first rows gets the mixture."""
+    parts = [generated[:200], generated[200:400], generated[400:]]
+    for part in parts:
+        assert 0.58 < sum(puzzle.num_turns == 1 for puzzle in part) / len(part) < 0.82

@@ -63,7 +63,7 @@ def on_two_ranks(folder: Path, configs: list[TrainConfig]) -> None:
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], said
+    assert [process.returncode for process in started] == [0, 0], "\n".join(err[-3000:] for _, err in said)
     assert len({out for out, _ in said}) == 1
 
 

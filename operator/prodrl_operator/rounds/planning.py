@@ -38,8 +38,9 @@ def plan(observed: Observed, now: datetime, stall: Hindrance | None) -> tuple[In
         *_suspensions(observed),
         *_unwanted_jobs(observed),
         *_unwanted_servings(observed, now),
-        EnsureGateway(numbers[-1] if numbers else None),
+        # A gateway without a table is not ready: the table comes first.
         EnsureRoutes(traffic.routes(observed, now)),
+        EnsureGateway(numbers[-1] if numbers else None),
         *_wanted_servings(observed, now),
         *_jobs(observed, now),
         *_next_round(observed, stall),

@@ -248,6 +248,8 @@ def generate(count: int, *, mate_in_one: float = 0.85, seed: int = 0) -> Iterato
     sizes = np.array([len(family) for family in FAMILIES], np.int64)
     families = np.array([[*family, 0][:3] for family in FAMILIES], np.int64)
     rows = _search(seed, families, sizes, np.array([ones, count - ones], np.int64))
+    # In the order found, the rarer kind would lie at the front.
+    np.random.default_rng(seed).shuffle(rows)
     seen: set[tuple[int, ...]] = set()
     for index, row in enumerate(rows.tolist()):
         squares = row[1:4]

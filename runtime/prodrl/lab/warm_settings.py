@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class WarmStart:
     """What decides the warm-started model."""
 
-    steps: int = 430
+    steps: int = 370
     batch_size: int = 128
     learning_rate: float = 2e-3
     warmup_steps: int = 40

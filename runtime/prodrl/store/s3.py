@@ -128,11 +128,15 @@ class S3Store:
         where = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         if after:
             where["StartAfter"] = self._prefix + after
-        pages = iter(self._client.get_paginator("list_objects_v2").paginate(**where))
-        while page := self._call(prefix, lambda: next(pages, None)):
+        while True:
+            # Not boto3's paginator: it ends with the first refusal, and new credentials mean a new client.
+            page = self._call(prefix, lambda: self._client.list_objects_v2(**where))
             for found in page.get("Contents", ()):
                 if not found["Key"].endswith("/"):
                     yield str(found["Key"]).removeprefix(self._prefix)
+            if not page.get("IsTruncated"):
+                return
+            where["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, key: str) -> None:
         """Remove the object; a missing one is not an error."""

@@ -158,13 +158,6 @@ def load(folder: Path, trainer: Trainer, ranks: Ranks) -> None:
         raise DataError(f"Checkpoint {folder.name}: does not fit the model, {exc}; start from its own weights") from exc
 
 
-def last_complete(store: Store, round_number: int, steps: int, identity: str) -> Iterator[int]:
-    """Steps of this round whose checkpoint is complete and of this identity, latest first."""
-    for step in range(steps, 0, -1):
-        if is_ours(store, layout.step_checkpoint(round_number, step), identity):
-            yield step
-
-
 def is_ours(store: Store, key: str, identity: str) -> bool:
     """Whether a folder is complete and was made by the same configuration on the same dataset."""
     if not store.exists(layout.manifest_of(key)):

@@ -93,7 +93,7 @@ def run(config: TrainConfig, progress: Progress) -> TrainResult:
     with _deterministic(), fsdp.joined() as ranks, fsdp.node_folder(ranks) as folder:
         progress.set(0, total=config.steps, unit="steps", message="loading")
         current = _load(config, store, ranks, folder)
-        if not checkpoint.is_ours(store, layout.checkpoint(config.round), current.identity):
+        if not _is_stored(current, layout.checkpoint(config.round)):
             frozen = _resume(current) or _freeze(current, progress)
             _train(current, frozen, progress)
             _save(current, layout.checkpoint(config.round))
@@ -290,7 +290,7 @@ def _resume(current: Round) -> Frozen | None:
     """Go to the last complete step checkpoint of this round; None when nothing of it is usable."""
     store, number = current.store, current.config.round
     start = layout.step_checkpoint(number, _START)
-    if not checkpoint.is_ours(store, start, current.identity):
+    if not _is_stored(current, start):
         return None
     folder = current.folder / "frozen-before"
     try:
@@ -299,7 +299,9 @@ def _resume(current: Round) -> Frozen | None:
         LOGGER.warning("round %d begins again: %s", number, exc)
         return None
     frozen = Frozen(**load_file(folder / "frozen.safetensors"))
-    for step in checkpoint.last_complete(store, number, current.config.steps, current.identity):
+    for step in range(current.config.steps, _START, -1):
+        if not _is_stored(current, layout.step_checkpoint(number, step)):
+            continue
         try:
             _restore(current, layout.step_checkpoint(number, step))
         except DataError as exc:
@@ -308,6 +310,12 @@ def _resume(current: Round) -> Frozen | None:
         LOGGER.info("round %d resumes after step %d", number, step)
         break
     return frozen
+
+
+def _is_stored(current: Round, key: str) -> bool:
+    """Whether a checkpoint of this very round is complete; rank 0 looks, so that all ranks go the same way."""
+    found = current.ranks.is_first and checkpoint.is_ours(current.store, key, current.identity)
+    return current.ranks.gather(found)[0]
 
 
 def _save_step(current: Round) -> None:
