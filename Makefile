@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help init demo demo-blocked test test-engine lint fmt type crds constraints clean
+.PHONY: help init demo demo-blocked test test-engine test-s3 test-loop lint fmt type crds constraints clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 $(READY): pyproject.toml constraints.txt scripts/setup
 	PYTHON=$(PYTHON) scripts/setup $(VENV)
@@ -29,6 +29,12 @@ test: $(READY) lint type ## Lint, types and every test that this machine can run
 
 test-engine: $(READY) ## Only the tests that start a real vLLM server
 	$(BIN)/python -m pytest tests -m engine
+
+test-s3: $(READY) ## Only the tests against a real S3 server (built once, with Go)
+	$(BIN)/python -m pytest tests/s3
+
+test-loop: $(READY) ## Only the whole loop, while its processes are killed
+	$(BIN)/python -m pytest tests/loop
 
 lint: $(READY) ## ruff and the import contracts
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ import errno
 from typing import ClassVar
 
 
-class RuntimeFault(Exception):
+class RuntimeFault(Exception):  # noqa: N818  (RuntimeError is taken)
     """Base of every error that a process of the runtime reports."""
 
     exit_code: ClassVar[int] = 1

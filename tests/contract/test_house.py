@@ -21,7 +21,7 @@ def test_committed_crds_equal_the_models() -> None:
 
 
 def test_the_folder_operator_never_shadows_the_standard_library() -> None:
-    strays = [p for p in (ROOT / "operator").glob("*.py")] + list((ROOT / "operator").rglob("conftest.py"))
+    strays = [*(ROOT / "operator").glob("*.py"), *(ROOT / "operator").rglob("conftest.py")]
     assert strays == []
     assert not list((ROOT / "operator").rglob("test_*.py"))
     done = subprocess.run([sys.executable, "-c", "import operator; operator.add"], cwd=ROOT, check=False)

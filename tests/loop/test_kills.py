@@ -1,4 +1,4 @@
-"""The whole loop with a real engine while its processes are killed: it completes, and no trajectory is lost or reused."""
+"""The whole loop with a real engine while its processes are killed: it completes, nothing is lost or used twice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_run_completes_though_everything_in_it_is_killed(run: LocalRun) -> Non
 
 
 def test_a_second_start_on_the_same_folder_is_refused_and_harms_nothing(run: LocalRun) -> None:
-    run.wait("the folder is taken", lambda: run.endpoint())
+    run.wait("the folder is taken", run.endpoint)
     command = [str(Path(sys.executable).with_name("prodrl-operator")), "local", str(run.path), "--data", str(run.data)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -162,7 +162,7 @@ class Users(threading.Thread):
 
     def run(self) -> None:
         """Until ``done`` is set."""
-        dice = random.Random(7)  # noqa: S311
+        dice = random.Random(7)
         with httpx.Client(timeout=120, trust_env=False) as client:
             number = 0
             while not self.done.wait(self.pause_seconds):

@@ -110,6 +110,9 @@ def line(snapshot: Snapshot) -> str:
     """One line for a terminal that cannot redraw (a log)."""
     progress = snapshot.progress or {}
     requests = requests_summary(snapshot)
-    done = f" {progress.get('done', 0):.0f}/{progress['total']:.0f} {progress['unit']}" if progress.get("total") else ""
+    done = ""
+    if progress.get("total"):
+        done = f" {progress.get('done', 0):.0f}/{progress['total']:.0f} {progress['unit']}"
     message = f" ({progress['message']})" if progress.get("message") else ""
-    return f"{place(snapshot)}{done}{message}; requests {requests['answered']}/{requests['sent']}, {requests['failed']} failed"
+    counts = f"requests {requests['answered']}/{requests['sent']}, {requests['failed']} failed"
+    return f"{place(snapshot)}{done}{message}; {counts}"

@@ -30,7 +30,7 @@ class CollectResult(Config):
     tokens: int
     """Model-generated tokens over all trajectories."""
     reward_mean: float
-    excluded: dict[str, int] = {}
+    excluded: dict[str, int] = Field(default_factory=dict)
     """Reason -> trajectories seen and not taken."""
 
 
@@ -49,7 +49,7 @@ class TrainResult(Config):
     trajectories: int = 0
     global_step: int = 0
     """Steps over the whole lineage."""
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = Field(default_factory=dict)
     """Last step's diagnostics, for example ``engine_mismatch``, ``staleness``, ``net_mismatch``, ``kl``."""
 
 

@@ -40,7 +40,7 @@ class Reference:
             raise DataError(f"Weights {named}: tensors are missing, got {sorted(info['missing_keys'])[:4]!r}")
         self._model: Any = model.eval().to("cuda" if cuda else "cpu")
 
-    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    @torch.inference_mode()
     def logprobs(self, ids: Sequence[int], positions: Sequence[int]) -> list[float]:
         """Log p of ``ids[position]`` given all tokens before it, for each position (all >= 1)."""
         check_stop(f"Agreement, scoring with {self.named}")
@@ -54,7 +54,7 @@ class Reference:
             found += logits[rows].float().log_softmax(-1).gather(-1, targets).squeeze(-1).tolist()
         return found
 
-    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    @torch.inference_mode()
     def generate(self, num_samples: int, length: int, seed: int) -> list[list[int]]:
         """Token ids that the model writes at temperature 1 from random first tokens; a seed gives the same ids.
 

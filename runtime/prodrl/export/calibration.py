@@ -35,7 +35,7 @@ def recorded(folder: Path, num_samples: int, seed: int) -> list[list[int]]:
     return [ids[index][:MAX_TOKENS] for index in sorted(chosen)]
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
+@torch.inference_mode()
 def generated(model: Any, num_samples: int, seed: int) -> list[list[int]]:
     """Let the model write at temperature 1 from random first tokens; the same seed gives the same ids."""
     generator = torch.Generator().manual_seed(seed)

@@ -119,7 +119,7 @@ def demo(  # noqa: PLR0913, PLR0917  (one argument an option)
     rounds: Annotated[int, typer.Option(min=1, help="Training rounds.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="S, optimizer steps of a round.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="B, conversations of a step.")] = 32,
-    learning_rate: Annotated[str, typer.Option(help="Adam's step size.")] = "3e-4",
+    learning_rate: Annotated[str, typer.Option(help="Adam's step size.")] = "1e-4",
     harm: Annotated[bool, typer.Option("--harm", help="Descend the reward, to see the gate block it.")] = False,
     on_blocked: Annotated[
         str, typer.Option(help="HaltForHuman, ContinueLineage or RestartFromStable.")

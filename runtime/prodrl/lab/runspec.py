@@ -45,11 +45,11 @@ class Options:
     rounds: int = 3
     steps: int = 8
     batch_size: int = 32
-    learning_rate: str = "3e-4"
+    learning_rate: str = "1e-4"
     is_harmful: bool = False
     on_blocked: str = "HaltForHuman"
     quantization: str = "NVFP4"
-    eval_items: int = 120
+    eval_items: int = 192
 
 
 _HARMFUL_RATE = "2e-3"
@@ -103,8 +103,8 @@ def _gate(options: Options) -> dict[str, Any]:
         "suite": "prodrl.lab.suite:chess_puzzles",
         "suiteUri": SUITE_KEY,
         "metric": "solved",
-        # So few items leave about 0.08 of noise either way; an equal policy must pass, a ruined one fail.
-        "margin": "0.18",
+        # So few items leave about 0.06 of noise either way; an equal policy must pass, a ruined one fail.
+        "margin": "0.20",
         "confidence": "0.90",
         "minItems": options.eval_items // 2,
         "maxItems": options.eval_items,
