@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -24,12 +25,11 @@ SETTINGS: dict[str, Any] = {
     "steps": 2, "batch_size": 3, "kl": {"coefficient": 0.5}, "optimizer": {"learning_rate": 1e-3, "epsilon": 1e-3},
 }  # fmt: skip
 PROGRAM = """
-import faulthandler, sys
-faulthandler.dump_traceback_later(100, exit=True)
+import os, sys
 from prodrl.config import TrainConfig
 from prodrl.progress import Progress
 from prodrl.train.loop import run
-for path in sys.argv[1:]:
+for path, os.environ["MASTER_PORT"] in zip(sys.argv[1::2], sys.argv[2::2]):
     print(run(TrainConfig.read(path), Progress()).weights_digest)
 """
 
@@ -39,19 +39,30 @@ def samples() -> list[Sample]:
     return make_samples(6, model=tiny_model(), turns=2)
 
 
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
 def on_two_ranks(folder: Path, configs: list[TrainConfig]) -> None:
     """One pair of processes for all of them: starting it is what takes the time."""
     paths = [folder / f"{at}.json" for at in range(len(configs))]
     for path, config in zip(paths, configs, strict=True):
         path.write_text(config.model_dump_json())
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    ports = [str(port) for port in free_ports(len(paths))]  # one a config: the last one's store may still close
     shared = os.environ | {
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    command = [sys.executable, "-c", PROGRAM, *map(str, paths)]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        *(word for pair in zip(paths, ports, strict=True) for word in map(str, pair)),
+    ]
     logs = [folder / f"rank-{rank}.log" for rank in range(2)]  # a pipe that nobody reads would stop a rank
     started = []
     for rank, log in enumerate(logs):

@@ -151,7 +151,7 @@ class Session:
                 if console.is_terminal:
                     live.update(terminal.view(seen, page.url, self.endpoint), refresh=True)
                 elif terminal.place(seen) != said or time.monotonic() - spoke > SAY_SECONDS:
-                    console.print(f"{time.strftime('%H:%M:%S')} {terminal.line(seen)}", highlight=False)
+                    console.print(f"{time.strftime('%H:%M:%S')} {terminal.line(seen)}", highlight=False, soft_wrap=True)
                     said, spoke = terminal.place(seen), time.monotonic()
                 if time.monotonic() - drawn > PAGE_SECONDS or ended:
                     self._draw(seen, ended or "Running", page)

@@ -48,14 +48,15 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # mypy does not f
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N1K, temperature_N, torch.cat(lses))
         entropy_N = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy_N)
-        return torch.cat(picked), entropy_N
+        picked_N1K = torch.cat(picked)
+        return picked_N1K[:, 0].clone(), picked_N1K[:, 1:].clone(), entropy_N  # FSDP wants no views
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Recompute each chunk's logits; chunks are added in order, so that the sum is always the same."""
         hidden_NH, weight_VH, bias_V, ids_N1K, temperature_N, lse_N = ctx.saved_tensors
-        grad_N1K = grads[0]
+        grad_N1K = torch.cat([grads[0][:, None], grads[1]], dim=1)
         weight32_VH = weight_VH.float()
         grad_weight_VH, grad_hidden = torch.zeros_like(weight32_VH), []
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
@@ -90,8 +91,7 @@ def gather_logprobs(
         temperature_N: The serving temperature of each token.
         chunk: Tokens whose logits exist at once.
     """
-    picked_N1K, entropy_N = _Gather.apply(hidden_NH, weight_VH, bias_V, ids_N1K, temperature_N, chunk)
-    return HeadOutput(picked_N1K[:, 0], picked_N1K[:, 1:], entropy_N)
+    return HeadOutput(*_Gather.apply(hidden_NH, weight_VH, bias_V, ids_N1K, temperature_N, chunk))
 
 
 def _chunks(count: int, size: int) -> list[slice]:
