@@ -35,6 +35,7 @@ ENVIRONMENT = {
 }
 ARGUMENTS = [
     "--middleware", "prodrl.recorder.middleware.Readiness", "--logprobs-mode", "processed_logprobs",
+    "--max-logprobs", "32",
     "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(64 * 2**20),
     "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details",
 ]  # fmt: skip

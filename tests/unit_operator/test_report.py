@@ -53,7 +53,7 @@ def example(**kwargs: object) -> Snapshot:
 
 
 def test_summary_counts_what_users_counted_before_what_the_gateway_counted() -> None:
-    clients = {"sent": 10, "answered": 9, "failed": 1, "byDigest": {DIGEST: {"answered": 9}}}
+    clients = {"sent": 10, "answered": 9, "failed": 1, "aborted": 0, "byDigest": {DIGEST: {"answered": 9}}}
     gateway = {DIGEST: {"requests": 8, "answered": 8, "failed": 0}}
     facts = summary(example(clients=clients, gateway=gateway), "Stalled")
     assert facts["requests"]["sent"] == 10
@@ -71,7 +71,7 @@ def test_client_reports_are_summed(tmp_path: Path) -> None:
         report = {"sent": 5, "answered": answered, "failed": 0, "byDigest": {OTHER: {"answered": answered}}}
         (tmp_path / "clients" / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
     found = snapshot.client_reports(tmp_path)
-    assert found == {"sent": 10, "answered": 7, "failed": 0, "byDigest": {OTHER: {"answered": 7}}}
+    assert found == {"sent": 10, "answered": 7, "failed": 0, "aborted": 0, "byDigest": {OTHER: {"answered": 7}}}
 
 
 def test_a_report_needs_nothing_else_and_escapes_what_it_shows() -> None:

@@ -123,6 +123,17 @@ def test_a_vocabulary_no_larger_than_the_head_is_complete() -> None:
     assert row.support_complete
 
 
+def test_tokens_that_tie_with_the_last_of_the_top_k_need_a_larger_head() -> None:
+    ties = [0.2] * 5 + [0.0] * 20
+    without = build([0], entries(as_engine(ties, 0)))
+    assert (len(without.head_ids), without.support_complete, without.trainable) == (4, False, True)
+    facts = Facts("vllm 0", record.PROCESSED, 512, 4, max_logprobs=20)
+    row = build([0], entries(as_engine(ties, 0, facts.head_for(4))), facts=facts)
+    assert (row.head_ids, row.support_complete) == ([0, 1, 2, 3, 4], True)
+    assert [facts.head_for(top_k) for top_k in (0, 1, 4, 5)] == [4, 16, 16, 4]
+    assert Facts("vllm 0", record.PROCESSED, 512, 20, max_logprobs=20).head_for(20) == 20
+
+
 @pytest.mark.parametrize("value", [float("nan"), NONE_LEFT, -9999.0])
 def test_a_sampled_token_without_a_real_logprob_is_never_trained_on(value: float) -> None:
     position = as_engine([0.5, 0.3, 0.2, 0.0], 1)

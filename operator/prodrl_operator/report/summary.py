@@ -59,6 +59,7 @@ def requests_summary(snapshot: Snapshot) -> dict[str, Any]:
         "sent": clients["sent"],
         "answered": clients["answered"],
         "failed": clients["failed"],
+        "abortedByUsers": clients["aborted"],
         "byDigest": {digest: int(c.get("answered", 0)) for digest, c in clients["byDigest"].items()},
         "countedBy": "clients",
         "gateway": figures,

@@ -130,7 +130,7 @@ class _Watch:
         self._choices: dict[int, _Choice] = {}
         self._is_delta = asked.output_kind.name == "DELTA"
         self._is_faulty = False
-        self.params = _with_head(asked, seen.facts.head_size)
+        self.params = _with_head(asked, seen.facts.head_for(seen.sampling.top_k))
 
     def see(self, output: Any) -> None:
         """Note what the output says, then take from it what the client did not ask for."""
@@ -219,7 +219,7 @@ def engine_facts(engine: Any, head_size: int, name: str) -> Facts:
     mode = str(getattr(model.logprobs_mode, "value", model.logprobs_mode))
     if mode != PROCESSED:
         logger.warning("Recorder: --logprobs-mode is %s; nothing can be trained on without %s", mode, PROCESSED)
-    return Facts(name, mode, vocab_size, min(head_size, allowed), reasons)
+    return Facts(name, mode, vocab_size, min(head_size, allowed), reasons, max_logprobs=allowed)
 
 
 def _with_head(asked: Any, head_size: int) -> Any:
