@@ -304,3 +304,16 @@ def test_the_emulated_nvfp4_kernel_serves_and_sigterm_loses_no_record(
     truth = oracle(model, rows[0])[np.arange(12), rows[0].output_ids]
     assert np.isfinite(rows[0].logprobs).all()
     assert np.abs(truth - rows[0].logprobs)[np.isfinite(truth)].mean() > 0
+
+
+def test_a_killed_server_takes_its_engine_along(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with engine(model, tmp_path / "run") as running:
+        post(running, "t-killed.a", "/v1/completions", TEXT)
+        assert len(running.records("t-killed")) == 1
+        [core] = pathlib.Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+        running.process.kill()
+        running.process.wait()
+        deadline = time.monotonic() + 10
+        while pathlib.Path(f"/proc/{core}/cmdline").exists() and pathlib.Path(f"/proc/{core}/cmdline").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)

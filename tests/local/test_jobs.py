@@ -86,10 +86,10 @@ def test_restart_on_failure_happens_in_the_same_pod(cluster, tmp_path):
 
 def test_init_containers_run_first_and_their_failure_fails_the_pod(cluster, tmp_path):
     volumes = [{"name": "work", "emptyDir": {}}]
-    mount = {"volumeMounts": [{"name": "work", "mountPath": "/work"}]}
-    init = [{"name": "fetch", "command": ["sh", "-c", "echo data > /work/file"], **mount}]
+    mount = {"volumeMounts": [{"name": "work", "mountPath": "/room"}]}
+    init = [{"name": "fetch", "command": ["sh", "-c", "echo data > /room/file"], **mount}]
     pod = {"initContainers": init, "volumes": volumes}
-    cluster.store.create(job("init", "test $(cat /work/file) = data", container=mount, pod=pod))
+    cluster.store.create(job("init", "test $(cat /room/file) = data", container=mount, pod=pod))
     assert finished(cluster, "init")["end"]["type"] == "Complete"
     bad = [{"name": "fetch", "command": ["false"]}]
     cluster.store.create(job("bad-init", f"touch {tmp_path}/ran", pod={"initContainers": bad}))

@@ -140,13 +140,13 @@ def test_volumes_of_all_kinds(cluster, tmp_path):
         {"name": "secret", "mountPath": "/secret"},
         {"name": "host", "mountPath": "/host"},
         {"name": "claim", "mountPath": "/claim", "subPath": "part"},
-        {"name": "tmp", "mountPath": "/tmp/work"},
+        {"name": "tmp", "mountPath": "/tmp/room"},
     ]
     script = (
         "set -e; cat /items/sub/x.json > /host/items; cat /cfg/b > /host/plain; cat /one > /host/one; "
-        "cat /secret/key > /host/secret; echo kept > /claim/file; echo x > /tmp/work/file; test -f $WORK/file"
+        "cat /secret/key > /host/secret; echo kept > /claim/file; echo x > /tmp/room/file; test -f $WORK/file"
     )
-    container = {"volumeMounts": mounts, "env": [{"name": "WORK", "value": "/tmp/work"}]}
+    container = {"volumeMounts": mounts, "env": [{"name": "WORK", "value": "/tmp/room"}]}
     cluster.store.create(job("volumes", script, container=container, pod={"volumes": volumes}))
     assert finished(cluster, "volumes")["end"]["type"] == "Complete"
     assert (tmp_path / "items").read_text() == data["a.json"]

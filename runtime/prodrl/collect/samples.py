@@ -80,7 +80,7 @@ def stitch(turns: Sequence[Turn]) -> list[Stitched]:
     """The trajectory's samples; ``turns`` in the order in which the engine took them.
 
     A turn joins the newest sample that it extends. All are tried, not only the last, so that a side conversation
-    (a sub-agent between two turns) does not break the main one.
+    (another model call between two turns) does not break the main one.
     """
     samples: list[Stitched] = []
     for turn in turns:

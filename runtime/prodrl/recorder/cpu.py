@@ -8,13 +8,16 @@ and therefore must not be imported outside of it.
 # ruff: noqa: PLC0415  # vllm exists only inside the engine's processes
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
+import signal
 from typing import Any
 
 logger = logging.getLogger("prodrl.recorder")
 
+_PR_SET_PDEATHSIG = 1
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
@@ -54,5 +57,11 @@ def _keep_fork(platform: Any) -> None:
         overwriting(vllm_config)
         os.environ[START_METHOD] = "fork"
 
+    os.register_at_fork(after_in_child=functools.partial(_die_with_parent, ctypes.CDLL(None).prctl))
     check_and_update_config.prodrl_wrapped = True  # type: ignore[attr-defined]
     platform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def _die_with_parent(prctl: Any) -> None:
+    """A forked engine core holds the server's listening socket: if it outlived the server, the port would be dead."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
