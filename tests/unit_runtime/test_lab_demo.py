@@ -286,3 +286,18 @@ def test_a_prepare_that_is_told_to_stop_leaves_nothing_behind(tmp_path) -> None:
         process.wait()
     assert process.returncode != 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("phases", "stable", "code"),
+    [
+        (["Promoted", "Blocked"], 0, 0),
+        (["Promoted", "Promoted"], 1, 1),
+        (["Promoted", "Failed"], 0, 1),
+        (["Promoted"], 0, 1),
+    ],
+    ids=["blocked", "a harmful round went live", "failed for another reason", "no round was trained"],
+)
+def test_a_rehearsal_succeeds_only_when_every_harmful_round_was_blocked(phases, stable, code) -> None:
+    rounds = [{"number": number, "phase": phase} for number, phase in enumerate(phases)]
+    assert demos.judge_rehearsal({"rounds": rounds, "stable": {"round": stable}}, Display()) == code

@@ -94,7 +94,9 @@ def client_reports(data: Path) -> dict[str, Any] | None:
             mine = by_digest.setdefault(digest, {})
             for key, value in counters.items():
                 mine[key] = mine.get(key, 0) + value
-    sums = {key: sum(int(report.get(key, 0)) for report in reports) for key in ("sent", "answered", "failed", "aborted")}
+    sums = {
+        key: sum(int(report.get(key, 0)) for report in reports) for key in ("sent", "answered", "failed", "aborted")
+    }
     return {**sums, "byDigest": by_digest}
 
 

@@ -33,6 +33,8 @@ from prodrl.store import open_store
 from prodrl.store.folders import write_folder
 
 _ENDED = ("Completed", "Stalled")
+_STALLED = 3
+"""The operator's exit code for a run that waits for a person."""
 _LOOK_SECONDS = 0.5
 _OPERATOR_STOP_SECONDS = 90.0
 _USERS_STOP_SECONDS = 30.0
@@ -127,7 +129,7 @@ def lay_out(demo: Demo, prepared: Prepared) -> Path:
 
 
 def run(demo: Demo, display: Display) -> int:
-    """Prepare, run to the end, report. Returns the operator's exit code."""
+    """Prepare, run to the end, report. Returns the operator's exit code; of a rehearsed harm, 0 when it was blocked."""
     refuse_if_used(demo.data)
     prepared = prepare(demo.request, display)
     figures = prepared.figures
@@ -137,7 +139,20 @@ def run(demo: Demo, display: Display) -> int:
     with _Processes(demo, path) as processes:
         code = processes.follow()
     _conclude(demo, processes.tally, display)
+    if demo.spec.is_harmful and code == _STALLED:
+        return judge_rehearsal(_read(demo.data / "summary.json"), display)
     return code
+
+
+def judge_rehearsal(summary: dict[str, Any], display: Display) -> int:
+    """Whether the gate did what a harmful trainer is for: every training round Blocked, the base policy still stable."""
+    rounds = [item for item in summary.get("rounds", []) if item["number"] > 0]
+    blocked = [item for item in rounds if item["phase"] == "Blocked"]
+    if rounds and blocked == rounds and (summary.get("stable") or {}).get("round") == 0:
+        display.say(f"as it should be: {len(blocked)} harmful rounds blocked, users stayed on the policy of round 0")
+        return 0
+    display.say("this is not what the rehearsal was to show: read the report")
+    return 1
 
 
 class _Processes:
