@@ -145,7 +145,7 @@ def run(demo: Demo, display: Display) -> int:
 
 
 def judge_rehearsal(summary: dict[str, Any], display: Display) -> int:
-    """Whether the gate did what a harmful trainer is for: every training round Blocked, the base policy still stable."""
+    """Whether the gate did what a rehearsal is for: every training round Blocked, the base policy still stable."""
     rounds = [item for item in summary.get("rounds", []) if item["number"] > 0]
     blocked = [item for item in rounds if item["phase"] == "Blocked"]
     if rounds and blocked == rounds and (summary.get("stable") or {}).get("round") == 0:
