@@ -103,6 +103,8 @@ def test_the_end_of_the_process_writes_what_is_waiting(world: World) -> None:
     sink.close()
     assert len(world.rows()) == 50
     assert list(world.spool_dir.iterdir()) == []
+    sink.offer(observation(50))  # too late, but not lost silently
+    assert world.counters.dropped_queue_full == 1
 
 
 def test_a_store_that_fails_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

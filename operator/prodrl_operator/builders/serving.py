@@ -28,12 +28,17 @@ MODELS_MOUNT = "/models"
 SPOOL_DIR = "/spool"
 SHM_DIR = "/dev/shm"  # noqa: S108  (the kernel's name for it)
 PROBE_SECONDS = 3
+ENGINE_HEAD = 20
+"""The engine's own limit, which clients may count on."""
+TIE_MARGIN = 12
+"""Logits in bfloat16 tie at the edge of a top-k filter: the recorder asks for a few entries more to see all of it."""
 
 
 def engine_args(spec: RunSpec) -> list[str]:
     """Engine arguments that change numbers: part of the policy digest, in this order."""
     head = spec.recording.top_logprobs if spec.recording.metadata == "ScoreCentering" else 0
-    return ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(max(head, 20)), *spec.serving.args]
+    limit = max(head, ENGINE_HEAD) + TIE_MARGIN
+    return ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(limit), *spec.serving.args]
 
 
 def _number(text: str | None) -> float | None:

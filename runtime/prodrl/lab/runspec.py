@@ -26,6 +26,7 @@ _ENGINE_ENV = [
     {"name": "VLLM_WORKER_MULTIPROC_METHOD", "value": "fork"},
     {"name": "VLLM_CPU_OMP_THREADS_BIND", "value": "nobind"},
     {"name": "DO_NOT_TRACK", "value": "1"},
+    {"name": "TORCHDYNAMO_DISABLE", "value": "1"},
 ]
 """Two engines and a trainer share two cores: one thread each, none bound to a core, and one import of the engine's
 code instead of three (docs/log.md: a start takes 15 s instead of 60)."""

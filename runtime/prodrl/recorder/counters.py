@@ -20,7 +20,7 @@ class Counters:
     untrainable: Counter[str] = dataclasses.field(default_factory=Counter)
     """Reason -> records that have it; a record may have several."""
     dropped_queue_full: int = 0
-    """Completions lost because the writer could not follow."""
+    """Completions lost because the writer could not follow, or had ended."""
     dropped_faults: int = 0
     """Completions lost to a fault of the recorder itself."""
     dropped_disk: int = 0

@@ -78,7 +78,7 @@ class ShardSink:
         if self._thread is None:
             self.start()
         num_entries = len(seen.entries.ids)
-        if self._queued_entries + num_entries > MAX_QUEUED_ENTRIES:
+        if self._closing.is_set() or self._queued_entries + num_entries > MAX_QUEUED_ENTRIES:
             self._counters.dropped_queue_full += 1
             return
         try:
