@@ -115,7 +115,6 @@ class Reason(StrEnum):
     FOREIGN_OBJECT = "ForeignObject"
     BASELINE_UNAVAILABLE = "BaselineUnavailable"
     NO_DATA = "NoData"
-    DELETING = "Deleting"
     FORBIDDEN = "Forbidden"
     QUEUED = "Queued"
     APPROVED = "Approved"
@@ -123,7 +122,6 @@ class Reason(StrEnum):
     REQUEST_IGNORED = "RequestIgnored"
     RETRY_REQUESTED = "RetryRequested"
     ROUND_MISSING = "RoundMissing"
-    CANDIDATE_UNHEALTHY = "CandidateUnhealthy"
 
 
 EXIT_CODES: dict[int, tuple[str, bool]] = {

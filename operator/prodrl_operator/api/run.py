@@ -53,7 +53,7 @@ class Model(Api):
 
 
 class Retention(Api):
-    """How many finished rounds keep their artifacts."""
+    """How many finished rounds keep their artifacts. Not acted on yet: nothing is deleted from the store."""
 
     promoted: Annotated[int, Field(ge=2, le=1000)] = 5
     """Promoted rounds; stable and previous are never deleted."""
@@ -316,7 +316,7 @@ class OnDelete(Api):
     serving: Literal["Keep", "Delete"] = "Keep"
     """Keep orphans the gateway and the stable Deployment: users stay served."""
     artifacts: Literal["Retain", "Delete"] = "Retain"
-    """Objects in the store."""
+    """Objects in the store. Delete is not acted on yet: they stay."""
 
 
 class Requests(Api):
