@@ -79,7 +79,8 @@ def options(
     if level not in logging.getLevelNamesMapping():
         raise UsageError(f"PRODRL_LOG_LEVEL: must be a level such as INFO, got {level!r}; correct the environment")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("botocore").setLevel(max(logging.WARNING, logging.getLogger().level))
+    for chatty in ("botocore", "httpx"):  # a line a request
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 @app.command()
@@ -154,6 +155,9 @@ def gateway(
     port: Annotated[int, typer.Option(help="The users' port.")] = 8080,
     admin_host: Annotated[str, typer.Option(help="Address of the operator's port.")] = "127.0.0.1",
     admin_port: Annotated[int, typer.Option(help="The operator's port.")] = 8081,
+    metrics_port: Annotated[
+        int, typer.Option(help="Where GET /metrics alone answers, at --host; 0: only at the operator's port.")
+    ] = 0,
     routes: Annotated[Path | None, typer.Option(help="JSON RouteTable to start from.")] = None,
 ) -> None:
     """Serve the durable endpoint in front of the policies, until SIGTERM."""
@@ -161,7 +165,13 @@ def gateway(
         from prodrl.gateway.server import serve
 
         read = GatewayConfig.read(config)
-        serve(read, host=host, port=port, admin_host=admin_host, admin_port=admin_port, routes_path=routes)
+        serve(
+            read,
+            users=(host, port),
+            operator=(admin_host, admin_port),
+            metrics=(host, metrics_port) if metrics_port else None,
+            routes_path=routes,
+        )
 
 
 @data.command()
@@ -275,18 +285,38 @@ def write_result(path: Path | None, result: Config) -> None:
 
 
 def _fitted(result: Config) -> str:
-    """JSON of at most MESSAGE_BYTES: messages get shorter and tables lose their last rows; every field stays."""
+    """JSON of at most MESSAGE_BYTES: numbers lose digits, messages and tables their ends; every field and figure stays.
+
+    Raises:
+        UsageError: That is not enough: figures that are judged are never left out.
+    """
     content = result.model_dump(mode="json")
     text = json.dumps(content)
+    if len(text.encode()) > MESSAGE_BYTES:
+        content = _rounded(content)
+        text = json.dumps(content, separators=(",", ":"))
     while len(text.encode()) > MESSAGE_BYTES:
-        name = max(content, key=lambda field: len(json.dumps(content[field])))
+        name = max(content, key=lambda field: len(json.dumps(content[field])) * isinstance(content[field], str | dict))
         value = content[name]
-        if not isinstance(value, str | dict | list) or not value:
-            break
+        if not isinstance(value, str | dict) or not value:
+            largest = max(content, key=lambda field: len(json.dumps(content[field])))
+            size = len(text.encode())
+            raise UsageError(
+                f"Result: {size} bytes, a pod's termination message holds {MESSAGE_BYTES}; shorten {largest}"
+            )
         kept = len(value) // 2
         content[name] = dict(list(value.items())[:kept]) if isinstance(value, dict) else value[:kept]
-        text = json.dumps(content)
+        text = json.dumps(content, separators=(",", ":"))
     return text
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits: more than any figure is good for."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def _fault(exc: BaseException) -> RuntimeFault | None:

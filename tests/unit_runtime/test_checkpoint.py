@@ -155,11 +155,13 @@ def test_sigterm_leaves_a_checkpoint_of_the_finished_step(
         made(*args)
         progress.stop_requested.set()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(diagnostics, "publish", stopping)
-        with pytest.raises(PreemptedError, match="after step 1 of 3"):
-            lab.train(config)
-    progress.stop_requested.clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(diagnostics, "publish", stopping)
+            with pytest.raises(PreemptedError, match="after step 1 of 3"):
+                lab.train(config)
+    finally:
+        progress.stop_requested.clear()
     assert first_step_made(lab, monkeypatch, config) == 1
     assert lab.digests() == straight
 

@@ -20,6 +20,7 @@ import pytest
 
 from prodrl import cli, errors, progress
 from prodrl.config import CollectResult, StoreConfig, TrainResult
+from prodrl.config.results import AgreementFigures, EvaluateResult, PairedFigures
 from prodrl.progress import Progress
 from prodrl.store import open_store
 from tests.support.records import make_config, make_record, world
@@ -124,7 +125,7 @@ def test_too_many_figures_are_cut_and_every_field_stays() -> None:
     text = cli._fitted(result)
     assert len(text.encode()) <= cli.MESSAGE_BYTES
     found = TrainResult.model_validate_json(text)
-    assert found.figures["figure_0"] == 0.123456789
+    assert found.figures["figure_0"] == 0.123457
     assert found.model_copy(update={"figures": result.figures}) == result
 
 
@@ -206,6 +207,34 @@ def test_progress_is_served_while_the_step_runs(run_collect: Callable[..., Any],
     assert 'prodrl_step_total{unit="trajectories"} 4\n' in found["/metrics"]
 
 
+def evaluated(count: int, name: str) -> EvaluateResult:
+    value = -0.12345678901234567
+    figures = PairedFigures(
+        name=name,
+        metric=name,
+        items=1_000_000,
+        candidate_mean=value,
+        stable_mean=value,
+        difference=value,
+        low=value,
+        high=value,
+        candidate_failures=1_000_000,
+        stable_failures=1_000_000,
+    )
+    agreement = AgreementFigures(samples=10**5, tokens=10**9, mean_abs=-value, p99_abs=-value, stable_mean_abs=-value)
+    return EvaluateResult(agreement=agreement, evaluations=(figures,) * count)
+
+
+def test_as_many_evaluations_as_a_run_may_have_fit_and_none_is_ever_left_out() -> None:
+    """Ten names and metrics of 63 characters are what the API allows."""
+    result = evaluated(10, "n" * 63)
+    found = EvaluateResult.model_validate_json(cli._fitted(result))
+    assert len(found.evaluations) == 10
+    assert found.evaluations[-1].low == pytest.approx(result.evaluations[-1].low, rel=1e-5)
+    with pytest.raises(errors.UsageError, match="a pod's termination message holds 4096; shorten evaluations"):
+        cli._fitted(evaluated(30, "n" * 63))
+
+
 def test_an_address_in_use_is_the_users_fault() -> None:
     with progress.serve(Progress(), "127.0.0.1", 0) as (host, port):
         second = progress.serve(Progress(), host, port)
@@ -233,7 +262,7 @@ def test_sigterm_ends_a_waiting_step_with_code_80(local_config: StoreConfig, tmp
             break
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 80
+    assert process.wait(120) == 80
     assert json.loads(result.read_text())["reason"] == "Preempted"
     process.communicate()
 

@@ -299,14 +299,14 @@ def test_a_crash_after_any_write_is_resumed_to_one_dataset(
     folders.verify(there.store, layout.dataset(1), result.dataset_digest)
 
 
-def test_racing_attempts_that_see_different_traffic_return_one_dataset(any_config: StoreConfig) -> None:
-    there = world(any_config)
+def test_racing_attempts_that_see_different_traffic_return_one_dataset(local_config: StoreConfig) -> None:
+    there = world(local_config)
     there.play(*(f"t-{number}" for number in range(7)))
     barrier = threading.Barrier(3)
     results: list[CollectResult] = []
 
     def attempt(number: int) -> None:
-        collector = step.Collector(open_store(any_config), make_config(any_config), lambda: NOW + number)
+        collector = step.Collector(open_store(local_config), make_config(local_config), lambda: NOW + number)
         join.gather(collector._known, collector._tail.records(), ())
         lacking = collector._known.pop(f"t-{number}")  # each attempt knows other traffic
         assert lacking.records

@@ -18,7 +18,7 @@ from prodrl.export.run import run as export
 from prodrl.progress import Progress
 from tests.support.tiny_qwen import save_tiny_qwen
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -88,9 +88,10 @@ async def test_a_client_that_leaves_aborts_the_generation():
 
 
 async def test_a_client_that_leaves_before_the_first_byte_aborts_too():
-    async with serving(FakeEngine(first_pause_seconds=2)) as engine, running(table(("a", engine, 100))) as gw:
-        with pytest.raises(TimeoutError):
-            await gw.client.post(gw.url + CHAT, data=b"{}", timeout=aiohttp.ClientTimeout(total=0.3))
+    async with serving(FakeEngine(first_pause_seconds=20)) as engine, running(table(("a", engine, 100))) as gw:
+        call = asyncio.create_task(gw.client.post(gw.url + CHAT, data=b"{}"))
+        await eventually(lambda: engine.seen)
+        call.cancel()
         await eventually(lambda: engine.seen[0].is_aborted)
         status = await gw.status()
         assert status["stats"][digest("a")]["aborted"] == 1
@@ -99,7 +100,7 @@ async def test_a_client_that_leaves_before_the_first_byte_aborts_too():
 
 @pytest.mark.parametrize("fault", ["hang_up_first", "unavailable_first"])
 async def test_a_fault_before_the_first_byte_is_retried(fault):
-    async with serving(FakeEngine()) as engine, running(table(("a", engine, 100))) as gw:
+    async with serving(FakeEngine()) as engine, running(table(("a", engine, 100)), connect_retry_seconds=30) as gw:
         setattr(engine, fault, 2)
         assert (await gw.chat("x")).status == 200
         figures = await gw.counters("a")
@@ -112,7 +113,7 @@ async def test_a_server_that_comes_back_in_time_is_not_noticed():
     sock = listen()
     port = sock.getsockname()[1]
     sock.close()
-    async with running(table(("a", f"http://127.0.0.1:{port}", 100)), connect_retry_seconds=5) as gw:
+    async with running(table(("a", f"http://127.0.0.1:{port}", 100)), connect_retry_seconds=30) as gw:
         call = asyncio.create_task(gw.chat("x"))
         await asyncio.sleep(0.3)
         async with serving(FakeEngine(), port):
@@ -133,8 +134,8 @@ async def test_an_answer_that_breaks_midway_breaks_for_the_client(length):
 
 
 async def test_a_silent_engine_is_a_504_and_is_not_asked_twice():
-    async with serving(FakeEngine(first_pause_seconds=2)) as engine:
-        async with running(table(("a", engine, 100)), upstream_timeout_seconds=0.3) as gw:
+    async with serving(FakeEngine(first_pause_seconds=20)) as engine:
+        async with running(table(("a", engine, 100)), upstream_timeout_seconds=1.5) as gw:
             response = await gw.chat("x")
             assert response.status == 504
             assert response.headers["x-prodrl-trajectory"].startswith("t-")
@@ -275,9 +276,12 @@ async def test_keys_are_checked_and_read_again(tmp_path):
         assert refused.headers["www-authenticate"] == "Bearer"
         assert (await gw.chat("x")).status == 401
         (tmp_path / "bob").write_text("key-b")
-        await asyncio.sleep(1.3)
-        assert (await gw.chat("x", headers={"Authorization": "bearer key-b"})).status == 200
-        assert (await gw.status())["unauthorised"] == 2
+        refusals = 2
+        async with asyncio.timeout(20):
+            while (await gw.chat("x", headers={"Authorization": "bearer key-b"})).status != 200:
+                refusals += 1
+                await asyncio.sleep(0.1)
+        assert (await gw.status())["unauthorised"] == refusals
         async with gw.client.get(gw.url + "/healthz") as response:
             assert response.status == 200
 
@@ -336,8 +340,9 @@ async def test_readiness_needs_a_table_and_the_store(tmp_path):
 
         assert await ready() == 503
         path.write_text(table().model_dump_json())
-        await asyncio.sleep(1.3)
-        assert await ready() == 200
+        async with asyncio.timeout(20):
+            while await ready() != 200:
+                await asyncio.sleep(0.1)
 
 
 async def test_pushed_routes_win_over_the_file(tmp_path):
@@ -349,7 +354,7 @@ async def test_pushed_routes_win_over_the_file(tmp_path):
         assert await gw.push(pushed) == {"version": "pushed"}
         assert await gw.push(pushed) == {"version": "pushed"}
         path.write_text(table(("a", "http://127.0.0.1:9", 100), version="old file").model_dump_json())
-        await asyncio.sleep(1.3)
+        await asyncio.sleep(2.5)  # two looks of its housekeeping
         assert (await gw.status())["version"] == "pushed"
         async with gw.client.put(gw.admin_url + "/admin/routes", data=b'{"version": "x", "routes": [{}]}') as response:
             assert response.status == 400
@@ -402,10 +407,20 @@ async def test_metrics_are_prometheus_text():
 
     async with serving(FakeEngine()) as engine, running(table(("a", engine, 100))) as gw:
         await gw.chat("x")
-        async with gw.client.get(gw.admin_url + "/metrics") as response:
-            families = {f.name: f for f in text_string_to_metric_families(await response.text())}
-    samples = families["prodrl_gateway_answered"].samples
-    assert [(s.labels, s.value) for s in samples] == [({"policy": digest("a")}, 1.0)]
+        for url in (gw.admin_url, gw.metrics_url):
+            async with gw.client.get(url + "/metrics") as response:
+                families = {f.name: f for f in text_string_to_metric_families(await response.text())}
+            samples = families["prodrl_gateway_answered"].samples
+            assert [(s.labels, s.value) for s in samples] == [({"policy": digest("a")}, 1.0)]
+
+
+async def test_who_scrapes_figures_cannot_touch_the_routes():
+    async with serving(FakeEngine()) as engine, running(table(("a", engine, 100))) as gw:
+        for method, path in (("PUT", "/admin/routes"), ("GET", "/admin/status"), ("POST", "/metrics"), ("GET", "/v1")):
+            async with gw.client.request(method, gw.metrics_url + path, data=b"{}") as response:
+                assert response.status == 404
+                assert f"Metrics: no {method} {path}; ask for GET /metrics" in await response.text()
+        assert (await gw.chat("x")).status == 200
 
 
 async def test_openais_own_client_streams_and_understands_our_errors(tmp_path):
@@ -437,7 +452,7 @@ async def test_a_slow_reader_slows_the_engine_and_not_the_memory():
         response = await gw.client.post(gw.url + CHAT, data=b"{}")
         await asyncio.sleep(0.5)
         held = (await gw.counters("a"))["output_bytes"]
-        assert held < 20 * 65536 * 4
+        assert held < 200 * 65536, "the sockets' buffers, and not half of it"
         assert len(await response.read()) == 400 * 65536
 
 

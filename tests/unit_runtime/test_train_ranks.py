@@ -33,6 +33,8 @@ for path, os.environ["MASTER_PORT"] in zip(sys.argv[1::2], sys.argv[2::2]):
     print(run(TrainConfig.read(path), Progress()).weights_digest)
 """
 
+pytestmark = pytest.mark.timeout(600)  # importing torch twice at once, and three trainings
+
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
@@ -70,7 +72,7 @@ def on_two_ranks(folder: Path, configs: list[TrainConfig]) -> None:
         with log.open("w") as file:
             started.append(subprocess.Popen(command, env=shared | own, stdout=file, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=120) for process in started]
+        codes = [process.wait(timeout=500) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from prodrl.collect import join, ledger, seal
 from prodrl.collect.tail import Tail
 from prodrl.config import CollectConfig, CollectResult
-from prodrl.errors import UnavailableError
+from prodrl.errors import CredentialsError, StorageFullError, UnavailableError
 from prodrl.progress import Progress, check_stop, stop_requested
 from prodrl.store import open_store
 from prodrl.store.port import Store
+from prodrl.store.retention import retire
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,9 @@ def run(config: CollectConfig, progress: Progress, now_ms: Callable[[], int] | N
         UnavailableError: The store was away for longer than MAX_OUTAGE_SECONDS.
         DataError: The round's dataset is damaged, or a later round has overtaken this one.
     """
-    collector = Collector(open_store(config.store), config, now_ms or _clock)
+    store = open_store(config.store)
+    tidied = _tidy(store, config)
+    collector = Collector(store, config, now_ms or _clock)
     progress.set(0, config.steps * config.batch_size, "waiting for conversations", unit="trajectories")
     last_success = time.monotonic()
     while True:
@@ -50,8 +53,17 @@ def run(config: CollectConfig, progress: Progress, now_ms: Callable[[], int] | N
             result = None
         if result is not None:
             progress.set(result.trajectories, message="sealed")
-            return result
+            return result.model_copy(update=tidied)
         stop_requested.wait(config.poll_seconds)
+
+
+def _tidy(store: Store, config: CollectConfig) -> dict[str, object]:
+    """Let go of old rounds' weights. A store that does not let us delete has cost space, and not a round."""
+    try:
+        return {"retired": len(retire(store, config.round, config.spent))}
+    except (CredentialsError, UnavailableError, StorageFullError) as exc:
+        logger.warning("Round %d: old rounds' weights are not deleted: %s", config.round, exc)
+        return {"retention_error": str(exc)[:500]}
 
 
 class Collector:

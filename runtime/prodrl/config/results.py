@@ -32,6 +32,10 @@ class CollectResult(Config):
     reward_mean: float
     excluded: dict[str, int] = Field(default_factory=dict)
     """Reason -> trajectories seen and not taken."""
+    retired: int = 0
+    """Older rounds whose weights, checkpoints and policy were deleted on the way."""
+    retention_error: str = Field(default="", max_length=500)
+    """Why they could not be; the round does not fail for it."""
 
 
 class TrainResult(Config):

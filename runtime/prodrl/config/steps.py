@@ -18,6 +18,8 @@ class FetchConfig(Config):
 
     store: StoreConfig
     policy: PolicyRef
+    oldest_round: int = Field(default=0, ge=0)
+    """Policies of earlier rounds that lie beside this one are removed: they are never served again."""
 
 
 class CollectConfig(Config):
@@ -46,6 +48,8 @@ class CollectConfig(Config):
     """Trajectories with a longer sample are excluded (TooLong)."""
     poll_seconds: float = Field(default=1.0, gt=0)
     """Pause between two looks at the store."""
+    spent: tuple[int, ...] = ()
+    """Earlier rounds whose weights, checkpoints and policy may go: see :mod:`prodrl.store.retention`."""
 
 
 class CorrectionConfig(Config):

@@ -6,30 +6,45 @@ digest than the server was told, the server does not become ready.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from prodrl import progress
 from prodrl.config import FetchConfig, PolicyRef
-from prodrl.errors import DataError, UsageError, from_os_error
+from prodrl.errors import DataError, PreemptedError, UsageError, from_os_error
 from prodrl.export import identity
 from prodrl.records import Manifest
 from prodrl.store import layout, open_store
 from prodrl.store.folders import fetch_folder, file_entry, read_manifest
 
+logger = logging.getLogger(__name__)
+
 MARKER = ".prodrl-policy"
 STARTED = ".prodrl-fetching"
 """Says that the folder is ours while it is incomplete, so that a new attempt may clear it."""
-_NOT_OURS = frozenset({"lost+found"})
+LOCK = ".prodrl-lock"
+LOCK_SECONDS = 0.5
+_NOT_OURS = frozenset({"lost+found", LOCK})
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
+"""A file system that cannot lock; it is then used without."""
 
 
 def run(config: FetchConfig, dest: Path) -> None:
     """Make ``dest`` hold exactly the policy; does nothing where it does already.
 
+    Several pods may share ``dest``: one of them fetches while the others wait, and then only verify.
+
     Raises:
         DataError: The stored files or the digest are not those that the configuration names.
         UsageError: ``dest`` holds files that did not come from here.
+        PreemptedError: SIGTERM came while another pod was fetching.
     """
     key = config.policy.key
     store = open_store(config.store)
@@ -38,11 +53,13 @@ def run(config: FetchConfig, dest: Path) -> None:
     if digest != config.policy.digest:
         raise DataError(f"Policy {key}: expected digest {config.policy.digest}, got {digest!r}; export the round again")
     try:
-        if _holds(dest, manifest, config.policy):
-            return
-        _clear(dest)
-        fetch_folder(store, key, dest, expect_digest=manifest.digest())
-        _write_marker(dest, config.policy)
+        with _locked(dest):
+            _forget(dest, config.oldest_round)
+            if _holds(dest, manifest, config.policy):
+                return
+            _clear(dest)
+            fetch_folder(store, key, dest, expect_digest=manifest.digest())
+            _write_marker(dest, config.policy)
     except OSError as exc:
         raise from_os_error(exc, f"Folder {dest}") from exc
 
@@ -56,6 +73,39 @@ def read_marker(dest: Path) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
+@contextlib.contextmanager
+def _locked(dest: Path) -> Iterator[None]:
+    """Hold the folder against the fetches of other pods."""
+    dest.mkdir(parents=True, exist_ok=True)
+    with (dest / LOCK).open("w", encoding="utf-8") as file:
+        while not _lock(file.fileno()):
+            if progress.stop_requested.wait(LOCK_SECONDS):
+                raise PreemptedError(f"Folder {dest}: stopped while another pod was fetching; start it again")
+        yield
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as exc:
+        if exc.errno not in _NO_LOCKS:
+            raise
+        logger.warning("Folder is used without a lock: %s", exc)
+    return True
+
+
+def _forget(dest: Path, oldest_round: int) -> None:
+    """Remove the policies beside ``dest`` that no server will ask for again; a cache would fill up."""
+    for folder in dest.parent.iterdir() if oldest_round else ():
+        number = read_marker(folder).get("round")
+        if folder != dest and isinstance(number, int) and number < oldest_round:
+            logger.info("Folder %s: round %d is not served any more; removed", folder, number)
+            (folder / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _marker(policy: PolicyRef) -> dict[str, object]:
     return {"digest": policy.digest, "round": policy.round}
 
@@ -64,7 +114,7 @@ def _holds(dest: Path, manifest: Manifest, policy: PolicyRef) -> bool:
     """Whether every file is there with its size and hash, and nothing else."""
     if read_marker(dest) != _marker(policy):
         return False
-    wanted = {file.path for file in manifest.files} | {MARKER, STARTED, layout.MANIFEST}
+    wanted = {file.path for file in manifest.files} | {MARKER, STARTED, LOCK, layout.MANIFEST}
     present = {path.relative_to(dest).as_posix() for path in dest.rglob("*") if path.is_file()}
     if not present <= wanted:
         return False

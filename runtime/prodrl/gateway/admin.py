@@ -1,9 +1,12 @@
-"""The admin application: routes in, status and metrics out. For the operator only; another port, no API keys."""
+"""The admin application: routes in, status and metrics out. For the operator only; another port, no API keys.
+
+Figures alone are there a second time, for whoever scrapes them and must not reach the routes.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,12 +39,23 @@ class AdminDeps:
 
 def make_admin_app(deps: AdminDeps) -> wire.App:
     """The ASGI application of the admin port."""
+    return _app(deps, _dispatch)
 
+
+def make_metrics_app(deps: AdminDeps) -> wire.App:
+    """The ASGI application that answers ``GET /metrics`` and nothing else."""
+    return _app(deps, _dispatch_metrics)
+
+
+_Dispatch = Callable[[AdminDeps, wire.Scope, wire.Receive, wire.Send], Awaitable[None]]
+
+
+def _app(deps: AdminDeps, dispatch: _Dispatch) -> wire.App:
     async def app(scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         if scope["type"] != "http":
             return
         try:
-            await _dispatch(deps, scope, receive, send)
+            await dispatch(deps, scope, receive, send)
         except wire.ClientGoneError:
             return
         except wire.Refusal as refusal:
@@ -64,13 +78,23 @@ async def _dispatch(deps: AdminDeps, scope: wire.Scope, receive: wire.Receive, s
     elif call == ("GET", "/admin/status"):
         await wire.send_json(send, 200, status(deps))
     elif call == ("GET", "/metrics"):
-        router, figures = deps.traffic.router, deps.traffic.stats
-        text = counters.render_metrics(figures, router.conversations.active(time.time()))
-        await wire.send_bytes(send, 200, text.encode(), [(b"content-type", b"text/plain; version=0.0.4")])
+        await _send_metrics(deps, send)
     elif call == ("GET", "/healthz"):
         await wire.send_bytes(send, 200, b"ok\n", [(b"content-type", b"text/plain")])
     else:
         raise wire.Refusal(404, f"Admin: no {call[0]} {call[1]}; see docs", code="not_found")
+
+
+async def _dispatch_metrics(deps: AdminDeps, scope: wire.Scope, _: wire.Receive, send: wire.Send) -> None:
+    if (scope["method"], scope["path"]) != ("GET", "/metrics"):
+        text = f"Metrics: no {scope['method']} {scope['path']}; ask for GET /metrics"
+        raise wire.Refusal(404, text, code="not_found")
+    await _send_metrics(deps, send)
+
+
+async def _send_metrics(deps: AdminDeps, send: wire.Send) -> None:
+    text = counters.render_metrics(deps.traffic.stats, deps.traffic.router.conversations.active(time.time()))
+    await wire.send_bytes(send, 200, text.encode(), [(b"content-type", b"text/plain; version=0.0.4")])
 
 
 def status(deps: AdminDeps) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Two uvicorn servers in one event loop: users' traffic and the operator's admin port. Called by ``prodrl gateway``.
+"""uvicorn servers in one event loop: users' traffic, the operator's admin port, figures. Called by ``prodrl gateway``.
 
 Wires the parts, keeps house once a second (keys, routes file, spool), and stops in order: no new connections, running
 requests finish, feedback is committed, exit 0.
@@ -34,17 +34,31 @@ TICK_SECONDS = 1.0
 BACKLOG = 2048
 
 
+Address = tuple[str, int]
+"""Host and port."""
+
+
 def serve(
     config: GatewayConfig,
     *,
-    host: str,
-    port: int,
-    admin_host: str = "127.0.0.1",
-    admin_port: int = 0,
+    users: Address,
+    operator: Address,
+    metrics: Address | None = None,
     routes_path: str | Path | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; returns when everything accepted is answered and durable."""
-    sockets = [_listen(host, port), _listen(admin_host, admin_port)]
+    """Serve until SIGTERM or SIGINT; returns when everything accepted is answered and durable.
+
+    Args:
+        config: The gateway's.
+        users: Where requests and feedback come in.
+        operator: Where routes come in and status goes out.
+        metrics: Where figures alone are, for a scraper that must not reach the operator's port.
+        routes_path: JSON RouteTable to start from.
+
+    Raises:
+        UsageError: A port cannot be taken.
+    """
+    sockets = [_listen(*address) for address in (users, operator, metrics) if address]
     spool_dir = os.environ.get("PRODRL_SPOOL_DIR")
     settings = Settings(
         writer=config.writer or os.environ.get("POD_NAME") or socket.gethostname(),
@@ -92,6 +106,7 @@ class Gateway:
         )
         self._traffic_server = self._server(app.make_app(self.deps))
         self._admin_server = self._server(admin.make_admin_app(admin_deps))
+        self._metrics_server = self._server(admin.make_metrics_app(admin_deps))
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopped = asyncio.Event()
 
@@ -134,27 +149,28 @@ class Gateway:
             )
         )
 
-    async def start(self, traffic_socket: socket.socket, admin_socket: socket.socket) -> None:
-        """Listen, open the feedback log, begin to keep house."""
+    async def start(self, *sockets: socket.socket) -> None:
+        """Listen, open the feedback log, begin to keep house; sockets of users, operator and, perhaps, scrapers."""
         self.routes.refresh()
         self._log.start()
-        for server, sock in ((self._traffic_server, traffic_socket), (self._admin_server, admin_socket)):
+        servers = (self._traffic_server, self._admin_server, self._metrics_server)[: len(sockets)]
+        for server, sock in zip(servers, sockets, strict=True):
             self._tasks.append(asyncio.create_task(server.serve(sockets=[sock])))
-        while not (self._traffic_server.started and self._admin_server.started):
+        while not all(server.started for server in servers):
             await asyncio.sleep(0.01)
         self._tasks.append(asyncio.create_task(self._keep_house()))
 
     async def stop(self) -> None:
         """Finish what runs, commit what was posted, close."""
-        traffic_task, admin_task, house = self._tasks
+        traffic_task, *other_tasks, house = self._tasks
         self.is_draining = True
         self._traffic_server.should_exit = True
         await traffic_task
         await self._log.close()
         self._is_stopped.set()
         await house
-        self._admin_server.should_exit = True
-        await admin_task
+        self._admin_server.should_exit = self._metrics_server.should_exit = True
+        await asyncio.gather(*other_tasks)
         await self._upstream.close()
 
     async def _keep_house(self) -> None:
@@ -219,9 +235,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(
-    config: GatewayConfig, settings: Settings, store: Store, traffic_socket: socket.socket, admin_socket: socket.socket
-) -> None:
+async def _serve(config: GatewayConfig, settings: Settings, store: Store, *sockets: socket.socket) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -229,10 +243,8 @@ async def _serve(
     if progress.stop_requested.is_set():
         return
     gateway = Gateway(config, settings, store)
-    await gateway.start(traffic_socket, admin_socket)
-    logger.info(
-        "Gateway %s: traffic on %s, admin on %s", settings.writer, *map(_address, (traffic_socket, admin_socket))
-    )
+    await gateway.start(*sockets)
+    logger.info("Gateway %s: traffic on %s, admin on %s", settings.writer, *map(_address, sockets[:2]))
     await stop.wait()
     logger.info("Gateway %s: stopping", settings.writer)
     await gateway.stop()

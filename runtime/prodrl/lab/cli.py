@@ -58,7 +58,7 @@ def prepare(
 
 
 @app.command()
-def users(  # noqa: PLR0913, PLR0917  (one argument an option)
+def users(
     gateway: Annotated[str, typer.Option(help="Base URL of the gateway, without /v1.")],
     puzzles: Annotated[Path, typer.Option(help="CSV of the puzzles they play.")],
     model: Annotated[str, typer.Option(help="The served model name.")] = "chess",
@@ -112,7 +112,7 @@ def users(  # noqa: PLR0913, PLR0917  (one argument an option)
 
 
 @app.command()
-def demo(  # noqa: PLR0913, PLR0917  (one argument an option)
+def demo(
     data: Annotated[Path, typer.Option(help="Folder of everything: model, store, logs, report.")] = Path(
         ".prodrl/demo"
     ),
@@ -157,7 +157,7 @@ def demo(  # noqa: PLR0913, PLR0917  (one argument an option)
 
 
 @app.command()
-def play(  # noqa: PLR0913, PLR0917  (one argument an option)
+def play(
     puzzles: PuzzlesOption = None,
     puzzle_id: Annotated[str | None, typer.Option("--id", help="Which puzzle; without it a random one.")] = None,
     gateway: Annotated[str | None, typer.Option(help="Base URL of a gateway or server whose policy plays.")] = None,

@@ -70,6 +70,7 @@ def run_document(options: Options) -> dict[str, Any]:
             "rounds": {"max": options.rounds, "steps": options.steps, "batchSize": options.batch_size},
             "model": {"uri": f"file://{options.data / 'model'}", "servedName": NAME},
             "storage": {"uri": f"file://{options.data / 'store'}"},
+            "gateway": {"authentication": "Anonymous"},
             "serving": {
                 "args": list(_ENGINE_ARGS),
                 "env": _engine_env(options),

@@ -11,6 +11,10 @@ FEEDBACK = "feedback/"
 """Prefix of all feedback segments."""
 RECORDS = "records/"
 """Prefix of all record shards."""
+RETIRING = "retiring/"
+"""Prefix of the marks on rounds whose weights a later round may delete."""
+RETIRED = "retired/"
+"""Prefix of the notes on rounds whose weights are deleted."""
 
 
 def round_folder(number: int) -> str:
@@ -23,9 +27,14 @@ def dataset(number: int) -> str:
     return f"{round_folder(number)}/dataset"
 
 
+def step_checkpoints(number: int) -> str:
+    """All checkpoints that were written while the round trained."""
+    return f"{round_folder(number)}/steps"
+
+
 def step_checkpoint(number: int, step: int) -> str:
     """Trainer checkpoint after ``step`` optimizer steps of the round."""
-    return f"{round_folder(number)}/steps/{step:06d}"
+    return f"{step_checkpoints(number)}/{step:06d}"
 
 
 def checkpoint(number: int) -> str:
@@ -41,6 +50,11 @@ def weights(number: int) -> str:
 def policy(number: int) -> str:
     """The exported, servable policy of a round."""
     return f"{round_folder(number)}/policy"
+
+
+def heavy_folders(number: int) -> tuple[str, ...]:
+    """What retention deletes of a round: all that is as large as the model."""
+    return policy(number), weights(number), checkpoint(number), step_checkpoints(number)
 
 
 def train_metrics(number: int) -> str:
@@ -81,6 +95,16 @@ def feedback_segment(writer: str, sequence: int) -> str:
 def ledger(number: int) -> str:
     """The claim of a round on its trajectories; written once, after the dataset's manifest."""
     return f"ledger/{number:04d}.json"
+
+
+def retiring(number: int, by: int) -> str:
+    """Mark, set by round ``by``: the weights of round ``number`` may go."""
+    return f"{RETIRING}{number:04d}-{by:04d}"
+
+
+def retired(number: int) -> str:
+    """Note: the round's weights are gone."""
+    return f"{RETIRED}{number:04d}"
 
 
 def manifest_of(folder: str) -> str:
