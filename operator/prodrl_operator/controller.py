@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -23,8 +24,8 @@ from prodrl_operator.acting import Actor, HinderedError, NotYetError
 from prodrl_operator.api.run import Run, RunStatus
 from prodrl_operator.builders import Platform
 from prodrl_operator.cluster import port
-from prodrl_operator.cluster.port import Cluster, Object, WatchEvent
-from prodrl_operator.errors import AlreadyExistsError, ConflictError, NotFoundError, OperatorError
+from prodrl_operator.cluster.port import Object, Watched, WatchEvent
+from prodrl_operator.errors import AlreadyExistsError, ConflictError, NotFoundError, OperatorError, UnreadableError
 from prodrl_operator.gateway_admin import GatewayAdmin, HttpGatewayAdmin
 from prodrl_operator.names import Reason
 from prodrl_operator.observing import Observer, Snapshot
@@ -35,8 +36,10 @@ from prodrl_operator.rounds.decision import Note
 _log = logging.getLogger(__name__)
 
 RESYNC_SECONDS = 60.0
+RESYNC_RETRY_SECONDS = 2.0
 NOT_YET_SECONDS = 2.0
 HINDERED_SECONDS = 30.0
+CONFLICT_SECONDS = 0.05
 LONGEST_BACKOFF_SECONDS = 60.0
 EVENT_MESSAGE = 1024
 
@@ -60,7 +63,7 @@ class Controller:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Watched,
         platform: Platform,
         *,
         clock: Callable[[], datetime] = now_utc,
@@ -76,11 +79,17 @@ class Controller:
         self._observer = Observer(cluster, self._admin)
         self._actor = Actor(cluster, platform)
         self._failures: Counter[Key] = Counter()
+        self._begun: dict[Key, float] = {}
+        self._has_looked = False
         self.queue = WorkQueue()
         self.results: Counter[str] = Counter()
-        """Passes by result: ok, conflict, error."""
+        """Passes by result: ok, conflict, error; and resync_error."""
         self.last_success: datetime | None = None
         """For health checks."""
+        self.verdicts: Counter[tuple[str, str, str]] = Counter()
+        """Verdicts written, by namespace, run and verdict; of runs that exist."""
+        self.on_pass: Callable[[float], object] = lambda _: None
+        """Told the length of every pass in seconds."""
 
     # One pass.
 
@@ -88,15 +97,20 @@ class Controller:
         """One pass over one run. Returns the seconds after which it wants another; None: when something changes."""
         raw = self._cluster.get(port.RUN, namespace, name)
         if raw is None:
+            self._forget(namespace, name)
             return None
         now = self._clock()
         try:
             parts = {"metadata": raw["metadata"], "spec": raw["spec"], "status": raw.get("status") or {}}
             run = Run.model_validate(parts)
         except ValidationError as exc:
-            self._refuse(raw, exc, now)
+            self._refuse(raw, _faults(exc), now)
             return None
-        snapshot = self._observer.observe(run, raw, now)
+        try:
+            snapshot = self._observer.observe(run, raw, now)
+        except UnreadableError as exc:
+            self._refuse(raw, [str(exc)], now)
+            return None
         decision = decide(snapshot.observed, now)
         self._push_routes(snapshot, decision)
         return self._carry_out(snapshot, decision, now)
@@ -119,11 +133,15 @@ class Controller:
         self._emit(snapshot, decision.events, now)
         return requeue
 
-    def _refuse(self, raw: Object, exc: ValidationError, now: datetime) -> None:
-        """A spec that cannot even be read."""
-        faults = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in exc.errors()]
+    def _refuse(self, raw: Object, faults: list[str], now: datetime) -> None:
+        """A run, or a round of it, that cannot even be read: nothing is done but to let it go when it is deleted."""
+        metadata = raw["metadata"]
+        held = metadata.get("finalizers", [])
+        if "deletionTimestamp" in metadata and names.FINALIZER in held:
+            self._cluster.set_finalizers(raw, [item for item in held if item != names.FINALIZER])
+            return
         status = RunStatus.model_validate(raw.get("status") or {})
-        self._write_run(raw, status, starting.invalid(status, raw["metadata"].get("generation"), faults, now))
+        self._write_run(raw, status, starting.invalid(status, metadata.get("generation"), faults, now))
 
     def _push_routes(self, snapshot: Snapshot, decision: Decision) -> None:
         """Idempotent, and no mutation of the cluster: every replica that applied something else gets the table."""
@@ -145,8 +163,18 @@ class Controller:
         self._write_run(raw, snapshot.observed.run.status, decision.run_status)
 
     def _write_run(self, raw: Object, old: RunStatus, new: RunStatus) -> None:
-        if new != old:
-            self._cluster.update_status({**raw, "status": _dump(new)})
+        if new == old:
+            return
+        self._cluster.update_status({**raw, "status": _dump(new)})
+        if new.last_gate is not None and new.last_gate != old.last_gate:
+            metadata = raw["metadata"]
+            self.verdicts[metadata["namespace"], metadata["name"], new.last_gate.verdict] += 1
+
+    def _forget(self, namespace: str, name: str) -> None:
+        """A run that is gone is counted no more."""
+        for counted in tuple(self.verdicts):
+            if counted[:2] == (namespace, name):
+                del self.verdicts[counted]
 
     # Events.
 
@@ -166,20 +194,34 @@ class Controller:
 
     # The loop.
 
-    def run_forever(self, stop: threading.Event) -> None:
-        """Work until ``stop`` is set. Blocks; one worker."""
+    def run_forever(self, stop: threading.Event, workers: int = 1) -> None:
+        """Work until ``stop`` is set, and until the passes under way have ended. Blocks.
+
+        Args:
+            stop: Ends it.
+            workers: Runs that are worked on at the same time; none is twice.
+        """
         unwatch = self._cluster.watch(self._hint)
         closer = threading.Thread(target=self._close_after, args=(stop,), name="controller-stop", daemon=True)
         resync = threading.Thread(target=self._resync_until, args=(stop,), name="controller-resync", daemon=True)
-        closer.start()
-        resync.start()
+        others = [
+            threading.Thread(target=self._work_until, args=(stop,), name=f"controller-{number}", daemon=True)
+            for number in range(1, workers)
+        ]
+        for thread in (closer, resync, *others):
+            thread.start()
         try:
-            while not stop.is_set():
-                key = self.queue.get()
-                if key is not None:
-                    self.work(key)
+            self._work_until(stop)
         finally:
             unwatch()
+        for thread in others:
+            thread.join()
+
+    def _work_until(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            key = self.queue.get()
+            if key is not None:
+                self.work(key)
 
     def _close_after(self, stop: threading.Event) -> None:
         stop.wait()
@@ -188,6 +230,7 @@ class Controller:
     def work(self, key: Key) -> None:
         """One pass, with whatever went wrong turned into a delay: the edge where faults are logged and counted."""
         delay: float | None
+        begin = self._begun[key] = time.monotonic()
         try:
             delay = self.reconcile(*key)
             self.results["ok"] += 1
@@ -196,31 +239,45 @@ class Controller:
         except (ConflictError, NotFoundError) as exc:
             _log.debug("%s/%s: %s", *key, exc)
             self.results["conflict"] += 1
-            delay = 0.0
+            self._failures[key] += 1
+            # Soon, but where reads stay old not without a pause: 3 s at most.
+            delay = CONFLICT_SECONDS * 2.0 ** min(self._failures[key] - 1, 6)
         except Exception as exc:
             self.results["error"] += 1
             self._failures[key] += 1
             delay = min(2.0 ** min(self._failures[key] - 1, 10), LONGEST_BACKOFF_SECONDS)
             known = isinstance(exc, OperatorError)
             _log.error("%s/%s: %s; trying again in %g s", *key, exc, delay, exc_info=None if known else exc)
+        self._begun.pop(key, None)
+        self.on_pass(time.monotonic() - begin)
         self.queue.done(key)
         if delay is not None:
             self.queue.add(key, delay)
 
+    def longest_seconds(self) -> float:
+        """Since when the oldest pass under way is under way; 0: there is none."""
+        return max((time.monotonic() - begin for begin in tuple(self._begun.values())), default=0.0)
+
     def resync(self) -> None:
-        """Make every run due: what a watch missed is found here."""
-        for raw in self._cluster.list(port.RUN, self._namespace):
-            self.queue.add((raw["metadata"]["namespace"], raw["metadata"]["name"]))
+        """Make every run due: what a watch missed is found here. At first at once, then spread until the next time."""
+        self._cluster.renew()
+        runs = self._cluster.list(port.RUN, self._namespace)
+        pause = self._resync_seconds / len(runs) if self._has_looked and runs else 0.0
+        for index, raw in enumerate(runs):
+            self.queue.add((raw["metadata"]["namespace"], raw["metadata"]["name"]), index * pause, is_routine=True)
+        self._has_looked = True
 
     def _resync_until(self, stop: threading.Event) -> None:
-        while True:
+        delay = 0.0
+        while not stop.wait(delay):
             try:
                 self.resync()
-            except OperatorError as exc:
+                delay = self._resync_seconds
+            except Exception as exc:
                 self.results["resync_error"] += 1
-                _log.error("resync: %s; trying again in %g s", exc, self._resync_seconds)
-            if stop.wait(self._resync_seconds):
-                return
+                delay = min(self._resync_seconds, RESYNC_RETRY_SECONDS)
+                known = isinstance(exc, OperatorError)
+                _log.error("resync: %s; trying again in %g s", exc, delay, exc_info=None if known else exc)
 
     def _hint(self, event: WatchEvent) -> None:
         metadata: dict[str, Any] = event.object.get("metadata", {})
@@ -229,6 +286,10 @@ class Controller:
         namespace = metadata.get("namespace", "default")
         if name and self._namespace in (None, namespace):
             self.queue.add((namespace, name))
+
+
+def _faults(exc: ValidationError) -> list[str]:
+    return [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in exc.errors()]
 
 
 def _dump(status: Any) -> dict[str, Any]:

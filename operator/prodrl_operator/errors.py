@@ -36,3 +36,7 @@ class ClusterUnavailableError(OperatorError):
 
 class UnsupportedError(OperatorError):
     """The local environment does not implement this; it says what and never pretends."""
+
+
+class UnreadableError(OperatorError):
+    """An object of ours holds what this version does not know."""

@@ -12,13 +12,18 @@ FINALIZER = f"{GROUP}/finalizer"
 
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "prodrl-operator"
+LABEL_NAME = "app.kubernetes.io/name"
+"""Of the operator's own pods, with the value of ``MANAGED_BY``."""
 LABEL_COMPONENT = "app.kubernetes.io/component"
 LABEL_RUN = f"{GROUP}/run"
 LABEL_ROUND = f"{GROUP}/round"
 LABEL_STEP = f"{GROUP}/step"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
+LABEL_JOB_NAME = "batch.kubernetes.io/job-name"
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 """A Job with this label is admitted by Kueue: its ``spec.suspend`` is not ours."""
+ANNOTATION_SUSPENDED = f"{GROUP}/suspended"
+"""On a Job that ``spec.suspend`` of its run suspended."""
 ANNOTATION_MANIFEST = f"{GROUP}/manifest"
 """On our children only: hash of the manifest that was applied."""
 
@@ -100,6 +105,7 @@ class Reason(StrEnum):
     START_DEADLINE = "StartDeadlineExceeded"
     ACTIVE_DEADLINE = "ActiveDeadlineExceeded"
     IMAGE_PULL = "ImagePullFailed"
+    NODE_LOST = "NodeLost"
     QUOTA = "QuotaExceeded"
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     CRASH_LOOP = "CrashLoop"
@@ -122,6 +128,8 @@ class Reason(StrEnum):
     REQUEST_IGNORED = "RequestIgnored"
     RETRY_REQUESTED = "RetryRequested"
     ROUND_MISSING = "RoundMissing"
+    ARTIFACTS_DELETED = "ArtifactsDeleted"
+    RETENTION_FAILED = "RetentionFailed"
 
 
 EXIT_CODES: dict[int, tuple[str, bool]] = {

@@ -1,6 +1,6 @@
-"""One fresh read of a run and its children, as the ``Observed`` that ``decide`` judges. Called by ``controller``.
+"""What the port shows of a run and its children, as the ``Observed`` that ``decide`` judges. Called by ``controller``.
 
-Nothing is cached: a watch is only a hint to look again. Children are found by label and believed by owner: an object
+Nothing is kept from pass to pass. Children are found by label and believed by owner: an object
 that carries our labels but belongs to another, or to an earlier run of the same name, is not ours.
 """
 
@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from prodrl_operator import builders, gates, names
 from prodrl_operator.api.judgement import COUNTS, Counters
@@ -18,13 +20,20 @@ from prodrl_operator.api.round import Round
 from prodrl_operator.api.run import Run
 from prodrl_operator.cluster import port
 from prodrl_operator.cluster.port import Cluster, Kind, Object
+from prodrl_operator.errors import UnreadableError
 from prodrl_operator.gateway_admin import GatewayAdmin
 from prodrl_operator.names import Step
-from prodrl_operator.pods import deployment_view, job_view
+from prodrl_operator.pods import HELD_UP, deployment_view, held_up, is_told, is_under_way, job_view, lost
 from prodrl_operator.rounds import traffic
 from prodrl_operator.rounds.observed import CanaryLook, DeploymentView, GatewayReplica, JobKey, JobView, Observed
 
-CHILD_KINDS = (port.JOB, port.POD, port.DEPLOYMENT, port.SERVICE, port.CONFIG_MAP, port.PDB)
+View = TypeVar("View", JobView, DeploymentView)
+
+CHILD_KINDS = (port.JOB, port.POD, port.DEPLOYMENT, port.SERVICE, port.CONFIG_MAP, port.PDB, port.NETWORK_POLICY)
+SERVING_KINDS = frozenset(
+    kind.kind for kind in (port.DEPLOYMENT, port.SERVICE, port.CONFIG_MAP, port.PDB, port.NETWORK_POLICY)
+)
+"""Of what serves users: the gateway and the policies' servers."""
 FAILED_CREATE_SECONDS = 15.0
 """A Job without pods after so long: its events are asked why."""
 
@@ -48,16 +57,33 @@ def owner_uid(obj: Object) -> str | None:
     return next((str(owner["uid"]) for owner in owners if owner.get("controller")), None)
 
 
-def is_orphan_of_ours(obj: Object) -> bool:
-    """Made by us and left behind by a run that was deleted with ``onDelete.serving: Keep``."""
-    labels = obj["metadata"].get("labels", {})
-    return owner_uid(obj) is None and labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY
+def is_orphan_of_ours(obj: Object, run_name: str) -> bool:
+    """Made by us and without an owner: what outlives a run with ``onDelete.serving: Keep``, the present or an old one.
+
+    A deletion in the foreground takes at once whatever has an owner, so it is not left to the deletion to remove it.
+    Labels alone prove nothing: ``kubectl expose`` copies them. The name must be ours too, and the mark of what we sent.
+    """
+    metadata = obj["metadata"]
+    is_marked = names.ANNOTATION_MANIFEST in metadata.get("annotations", {})
+    return owner_uid(obj) is None and is_marked and builders.serves_users(run_name, metadata["name"])
 
 
 def parse_round(obj: Object) -> Round:
     """A ProdRLRound as read."""
     parts = {"metadata": obj["metadata"], "spec": obj["spec"], "status": obj.get("status") or {}}
     return Round.model_validate(parts)
+
+
+def _read(obj: Object) -> Round:
+    try:
+        return parse_round(obj)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise UnreadableError(
+            f"ProdRLRound {obj['metadata']['name']}: {field}: {first['msg']}; it is of another version of the "
+            "operator: go back to that one to let the round end, or delete the round"
+        ) from exc
 
 
 class Observer:
@@ -68,7 +94,11 @@ class Observer:
         self._admin = gateway_admin
 
     def observe(self, run: Run, raw: Object, now: datetime) -> Snapshot:
-        """Everything about one run."""
+        """Everything about one run.
+
+        Raises:
+            UnreadableError: One of its rounds cannot be read.
+        """
         namespace, name, uid = run.metadata["namespace"], run.metadata["name"], run.metadata["uid"]
         labels = {names.LABEL_RUN: name}
         rounds = {
@@ -83,45 +113,82 @@ class Observer:
         }
         owners = {uid, *(obj["metadata"]["uid"] for obj in rounds.values())}
         pods = [obj for (kind, _), obj in children.items() if kind == port.POD.kind]
-        ours = _Ours(children, owners)
+        ours = _Ours(name, children, owners)
+        parsed = {number: _read(obj) for number, obj in rounds.items()}
+        steps = {number: item.status.step for number, item in parsed.items()}
         observed = Observed(
             run=run,
-            rounds={number: parse_round(obj) for number, obj in rounds.items()},
-            jobs=self._jobs(ours, pods, now),
-            servings=_servings(ours, pods),
-            urls={
-                int(obj["metadata"]["labels"][names.LABEL_ROUND]): service_url(obj)
-                for obj in ours.of(port.SERVICE, "serving")
+            rounds=parsed,
+            jobs=self._jobs(ours, pods, steps, now),
+            # What a lost node holds is no use to anybody, and not waited for.
+            servings={
+                number: self._mounted(view, _pods_of(pods, "serving", str(number)), now)
+                for number, view in _servings(ours, [pod for pod in pods if not lost([pod], now)]).items()
             },
-            gateway=_gateway(ours, pods),
+            urls={
+                number: service_url(obj)
+                for obj in ours.of(port.SERVICE, "serving")
+                if (number := _round_of(obj)) is not None
+            },
+            gateway=self._gateway(ours, pods, now),
             endpoint=next((service_url(obj) for obj in ours.of(port.SERVICE, "gateway")), None),
-            replicas=tuple(self._replica(pod) for pod in pods if _is_gateway(pod)),
+            replicas=tuple(self._replica(pod) for pod in pods if _is_gateway(pod, name)),
+            has_orphans=any(is_orphan_of_ours(o, name) for o in children.values() if o["kind"] in SERVING_KINDS),
+            is_kept_apart=_is_kept_apart(run, children, owners),
         )
         return Snapshot(_judged(_with_version(observed, now)), raw, rounds, children)
 
-    def _jobs(self, ours: _Ours, pods: list[Object], now: datetime) -> dict[JobKey, JobView]:
+    def _jobs(self, ours: _Ours, pods: list[Object], steps: Mapping[int, str], now: datetime) -> dict[JobKey, JobView]:
         jobs: dict[JobKey, JobView] = {}
         for obj in ours.of(port.JOB):
-            labels, uid = obj["metadata"]["labels"], obj["metadata"]["uid"]
-            key = (int(labels[names.LABEL_ROUND]), Step(labels[names.LABEL_STEP]), int(labels[names.LABEL_ATTEMPT]))
-            view = job_view(obj, [pod for pod in pods if owner_uid(pod) == uid])
-            jobs[key] = self._explained(view, obj, now)
+            key, uid = _key_of(obj), obj["metadata"]["uid"]
+            if key is None:
+                continue
+            its_pods = [pod for pod in pods if owner_uid(pod) == uid]
+            view = dataclasses.replace(job_view(obj, its_pods), lost=lost(its_pods, now))
+            # How an older Job ended is not asked again.
+            is_judged = view.state in ("Succeeded", "Failed") and steps.get(key[0]) == key[1]
+            if is_judged and (not is_told(obj, its_pods) or is_under_way(its_pods)):
+                view = job_view(obj, self._pods_now(obj))
+            jobs[key] = self._mounted(view if its_pods else self._explained(view, obj, now), its_pods, now)
         return jobs
+
+    def _gateway(self, ours: _Ours, pods: list[Object], now: datetime) -> DeploymentView | None:
+        found, its_pods = ours.of(port.DEPLOYMENT, "gateway"), _pods_of(pods, "gateway")
+        return self._mounted(deployment_view(found[0], its_pods), its_pods, now) if found else None
+
+    def _mounted(self, view: View, pods: list[Object], now: datetime) -> View:
+        """A pod that waits for a Secret or a volume that is not there says so in events only."""
+        silent = None if view.waiting else held_up(pods, now)
+        told = self._cluster.events_of(silent) if silent is not None else []
+        # Repeated events are counted in one object: the last in the list need not be the last that happened. Only that
+        # one counts: a mount that succeeded at last is followed by the pulling of images.
+        newest = max(told, key=lambda event: str(event.get("lastTimestamp") or ""), default={})
+        if newest.get("reason") not in HELD_UP:
+            return view
+        return dataclasses.replace(view, waiting=newest["reason"], waiting_message=str(newest.get("message") or ""))
+
+    def _pods_now(self, job: Object) -> list[Object]:
+        """Jobs and pods are watched apart: that a Job ended may be known before its pod's last words are."""
+        metadata = job["metadata"]
+        told = (names.LABEL_ROUND, names.LABEL_STEP, names.LABEL_ATTEMPT)
+        # Not by run, which would be answered from what the watches have shown.
+        labels = {names.LABEL_MANAGED_BY: names.MANAGED_BY} | {name: metadata["labels"][name] for name in told}
+        found = self._cluster.list(port.POD, metadata["namespace"], labels)
+        return [pod for pod in found if owner_uid(pod) == metadata["uid"]]
 
     def _explained(self, view: JobView, obj: Object, now: datetime) -> JobView:
         """A Job whose pods cannot be created says so in events only."""
-        metadata = obj["metadata"]
-        created = datetime.fromisoformat(metadata["creationTimestamp"].replace("Z", "+00:00"))
         is_silent = view.state == "Pending" and not view.waiting and not view.suspended
-        if not is_silent or (now - created).total_seconds() < FAILED_CREATE_SECONDS:
+        if not is_silent or view.created is None or (now - view.created).total_seconds() < FAILED_CREATE_SECONDS:
             return view
-        for event in self._cluster.list(port.EVENT, metadata["namespace"]):
-            if event.get("reason") == "FailedCreate" and event.get("involvedObject", {}).get("uid") == metadata["uid"]:
+        for event in self._cluster.events_of(obj):
+            if event.get("reason") == "FailedCreate":
                 return dataclasses.replace(view, waiting="FailedCreate", waiting_message=event.get("message", ""))
         return view
 
     def _replica(self, pod: Object) -> GatewayReplica:
-        url = f"http://{pod['status']['podIP']}:{names.GATEWAY_ADMIN_PORT}"
+        url = f"http://{_host(pod['status']['podIP'])}:{names.GATEWAY_ADMIN_PORT}"
         answer = self._admin.status(url)
         if answer is None:
             return GatewayReplica(url, reachable=False)
@@ -149,13 +216,31 @@ def service_url(obj: Object) -> str:
     address = spec.get("clusterIP")
     if not address or address == "None":
         address = f"{metadata['name']}.{metadata['namespace']}.svc"
-    elif ":" in address:
-        address = f"[{address}]"
-    return f"http://{address}:{spec['ports'][0]['port']}"
+    return f"http://{_host(address)}:{spec['ports'][0]['port']}"
+
+
+def _host(address: str) -> str:
+    """An address as a URL has it: IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address
+
+
+def _round_of(obj: Object) -> int | None:
+    """Of the label; None where somebody took it off, or wrote something else."""
+    number = obj["metadata"].get("labels", {}).get(names.LABEL_ROUND, "")
+    return int(number) if number.isdecimal() else None
+
+
+def _key_of(job: Object) -> JobKey | None:
+    labels, number = job["metadata"].get("labels", {}), _round_of(job)
+    step, attempt = labels.get(names.LABEL_STEP), labels.get(names.LABEL_ATTEMPT, "")
+    if number is None or step not in {known.value for known in Step} or not attempt.isdecimal():
+        return None
+    return number, Step(step), int(attempt)
 
 
 @dataclass(frozen=True)
 class _Ours:
+    run_name: str
     children: Mapping[tuple[str, str], Object]
     owners: set[str]
 
@@ -166,7 +251,7 @@ class _Ours:
             for (its_kind, _), obj in self.children.items()
             if its_kind == kind.kind
             and component in (None, obj["metadata"]["labels"].get(names.LABEL_COMPONENT))
-            and (owner_uid(obj) in self.owners or (component is not None and is_orphan_of_ours(obj)))
+            and (owner_uid(obj) in self.owners or (component is not None and is_orphan_of_ours(obj, self.run_name)))
         ]
 
 
@@ -182,40 +267,50 @@ def _pods_of(pods: list[Object], component: str, number: str | None = None) -> l
 def _servings(ours: _Ours, pods: list[Object]) -> dict[int, DeploymentView]:
     result = {
         number: DeploymentView(uid="", desired=0, ready=0, deleting=True)
-        for number in {
-            int(pod["metadata"]["labels"][names.LABEL_ROUND])
-            for pod in pods
-            if pod["metadata"]["labels"].get(names.LABEL_COMPONENT) == "serving"
-        }
+        for pod in pods
+        if pod["metadata"]["labels"].get(names.LABEL_COMPONENT) == "serving" and (number := _round_of(pod)) is not None
     }
     for obj in ours.of(port.DEPLOYMENT, "serving"):
-        number = obj["metadata"]["labels"][names.LABEL_ROUND]
-        result[int(number)] = deployment_view(obj, _pods_of(pods, "serving", number))
+        if (number := _round_of(obj)) is not None:
+            result[number] = deployment_view(obj, _pods_of(pods, "serving", str(number)))
     return result
 
 
-def _gateway(ours: _Ours, pods: list[Object]) -> DeploymentView | None:
-    found = ours.of(port.DEPLOYMENT, "gateway")
-    return deployment_view(found[0], _pods_of(pods, "gateway")) if found else None
-
-
-def _is_gateway(pod: Object) -> bool:
-    if pod["metadata"]["labels"].get(names.LABEL_COMPONENT) != "gateway" or "deletionTimestamp" in pod["metadata"]:
+def _is_gateway(pod: Object, run_name: str) -> bool:
+    """Ready, and made for our Deployment: a pod that only carries our labels is not asked, nor told where users go."""
+    metadata, ours = pod["metadata"], builders.gateway_name(run_name)
+    makers = [owner["name"] for owner in metadata.get("ownerReferences", []) if owner.get("controller")]
+    is_ours = any(maker == ours or maker.startswith(f"{ours}-") for maker in makers)
+    if not is_ours or "deletionTimestamp" in metadata or metadata["labels"].get(names.LABEL_COMPONENT) != "gateway":
         return False
     status = pod.get("status", {})
     is_ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", []))
     return is_ready and bool(status.get("podIP"))
 
 
+def _is_kept_apart(run: Run, children: Mapping[tuple[str, str], Object], owners: set[str]) -> bool:
+    """Whether the gateway and stable's servers, and these only, have no owner."""
+    name, stable = run.metadata["name"], run.status.stable
+    kept = {None, stable.round} if stable else set()
+    for obj in children.values():
+        if obj["kind"] not in SERVING_KINDS or not builders.serves_users(name, obj["metadata"]["name"]):
+            continue
+        is_owned, is_to_stay = owner_uid(obj) in owners, _round_of(obj) in kept
+        is_left = not is_owned and is_orphan_of_ours(obj, name)
+        if stable is not None and ((is_owned and is_to_stay) or (is_left and not is_to_stay)):
+            return False
+    return True
+
+
 def _with_version(observed: Observed, now: datetime) -> Observed:
     """What is draining depends on the routes in force, and the routes wanted on what is draining: in this order."""
-    settled = {
-        builders.route_table(traffic.table(observed, has_previous=has_previous)).version
-        for has_previous in (True, False)
-    }
+    tables = (traffic.table(observed, has_previous=has_previous) for has_previous in (True, False))
+    settled = {builders.route_table(table).version for table in tables if table is not None}
     observed = dataclasses.replace(observed, settled_versions=frozenset(settled))
-    wanted = builders.route_table(traffic.routes(observed, now))
-    return dataclasses.replace(observed, routes_version=wanted.version)
+    wanted = traffic.routes(observed, now)
+    if wanted is None:
+        return observed
+    return dataclasses.replace(observed, routes_version=builders.route_table(wanted).version)
 
 
 def _judged(observed: Observed) -> Observed:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from datetime import datetime
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
+from prodrl.config.results import Failure
 from prodrl_operator import names
 from prodrl_operator.cluster.port import Object
 from prodrl_operator.rounds.observed import DeploymentView, JobView
+from prodrl_operator.rounds.times import parse
 
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Waiting reasons of a pod that is on its way."""
+HELD_UP_SECONDS = 60.0
+"""A pod of which nothing runs after so long, though a node has it: its events are asked why."""
+HELD_UP = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
+"""What its events can say."""
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 PREEMPTED_EXITS = (80, 143)
+LAUNCHER_EXIT = 1
+LOST_SECONDS = 600.0
+"""After the time that a pod had to end; Kubernetes takes five minutes to find a node gone."""
+POLICY_REASON = "PodFailurePolicy"
+_TOLD_EXIT = re.compile(r"failed with exit code (\d+)")
 
 
 def job_view(obj: Object, pods: list[Object]) -> JobView:
@@ -25,8 +40,9 @@ def job_view(obj: Object, pods: list[Object]) -> JobView:
         state = "Failed"
     elif status.get("ready", 0) > 0 or any(pod.get("status", {}).get("phase") == "Running" for pod in pods):
         state = "Running"
-    ended = _deciding(pods, is_success=state == "Succeeded") if state in ("Succeeded", "Failed") else None
+    ended = _deciding(obj, pods, state) if state in ("Succeeded", "Failed") else None
     terminated = (_terminated(ended) if ended else None) or {}
+    failed = conditions.get("Failed", {})
     waiting, waiting_message = _waiting(pods)
     return JobView(
         name=metadata["name"],
@@ -34,25 +50,57 @@ def job_view(obj: Object, pods: list[Object]) -> JobView:
         state=state,
         suspended=bool(spec.get("suspend")),
         is_queued=names.LABEL_QUEUE in metadata.get("labels", {}),
-        exit_code=terminated.get("exitCode"),
-        message=terminated.get("message") or "",
-        reason=_reason(ended, terminated, conditions.get("Failed", {})),
+        exit_code=_exit_code(terminated, failed),
+        message=terminated.get("message") or _evicted(ended) or "",
+        reason=_reason(ended, terminated, failed),
         waiting=waiting,
         waiting_message=waiting_message,
         deleting="deletionTimestamp" in metadata,
+        created=parse(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else None,
+        is_suspended_by_us=names.ANNOTATION_SUSPENDED in metadata.get("annotations", {}),
     )
+
+
+def _evicted(pod: Object | None) -> str | None:
+    """What the kubelet says of a pod that it evicted: which limit was passed."""
+    status = pod.get("status", {}) if pod else {}
+    return status.get("message") if status.get("reason") == "Evicted" else None
+
+
+def lost(pods: list[Object], now: datetime) -> str:
+    """The pod that should have been gone for long; the empty string where there is none.
+
+    Of a pod that is asked to go, ``deletionTimestamp`` is when its time to do so is over.
+    """
+    for pod in pods:
+        gone = pod["metadata"].get("deletionTimestamp")
+        has_ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+        if gone and not has_ended and (now - parse(gone)).total_seconds() > LOST_SECONDS:
+            return f"pod {pod['metadata']['name']} should be gone since {gone}, its node does not answer"
+    return ""
+
+
+def is_told(obj: Object, pods: list[Object]) -> bool:
+    """Whether the pod that speaks for an ended Job is among these."""
+    conditions = {c["type"] for c in obj.get("status", {}).get("conditions", []) if c["status"] == "True"}
+    return _deciding(obj, pods, "Succeeded" if "Complete" in conditions else "Failed") is not None
+
+
+def is_under_way(pods: list[Object]) -> bool:
+    """Whether one of them has neither ended nor is going away: it cannot be so when its Job has ended."""
+    return any(is_alive(pod) for pod in pods)
 
 
 def deployment_view(obj: Object, pods: list[Object]) -> DeploymentView:
     """One Deployment."""
     metadata, status = obj["metadata"], obj.get("status", {})
-    live = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    live = [pod for pod in pods if is_alive(pod)]
     waiting, waiting_message = _waiting(live)
     for condition in status.get("conditions", []):
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True" and not waiting:
             waiting, waiting_message = "FailedCreate", condition.get("message", "")
     worst = max(
-        (container for pod in live for container in _containers(pod)),
+        (container for pod in live for container in _containers(pod) if not container.get("ready")),
         key=lambda container: int(container.get("restartCount", 0)),
         default={},
     )
@@ -70,7 +118,60 @@ def deployment_view(obj: Object, pods: list[Object]) -> DeploymentView:
         exit_message=last.get("message") or "",
         deleting="deletionTimestamp" in metadata,
         has_pods=bool(pods),
+        created=parse(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else None,
+        unready_since=_unready_since(obj, live),
     )
+
+
+def _unready_since(obj: Object, live: list[Object]) -> datetime | None:
+    """Of the pod that is not ready for longest; of a Deployment that lacks pods, since it does."""
+    times = [since for pod in live if (since := _pod_unready_since(pod)) is not None]
+    status = obj.get("status", {})
+    if times or int(status.get("readyReplicas") or 0) >= int(obj["spec"].get("replicas", 1)):
+        return min(times, default=None)
+    told = {"ReplicaFailure": "True", "Available": "False"}
+    for condition in status.get("conditions", []):
+        if told.get(condition["type"]) == condition["status"] and condition.get("lastTransitionTime"):
+            return parse(condition["lastTransitionTime"])
+    created = obj["metadata"].get("creationTimestamp")
+    return parse(created) if created else None
+
+
+def _pod_unready_since(pod: Object) -> datetime | None:
+    ready: Object = next((c for c in pod.get("status", {}).get("conditions", []) if c["type"] == "Ready"), {})
+    if ready.get("status") == "True":
+        return None
+    since = ready.get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
+    return parse(since) if since else None
+
+
+def held_up(pods: list[Object], now: datetime) -> Object | None:
+    """A pod that a node has and of which nothing runs for long: a volume that cannot be mounted looks like this."""
+    for pod in pods:
+        status = pod.get("status", {})
+        waits = [container.get("state", {}).get("waiting", {}).get("reason") for container in _containers(pod)]
+        is_silent = status.get("phase", "Pending") == "Pending" and all(wait in STARTING for wait in waits)
+        placed = _placed_at(pod)
+        if is_alive(pod) and is_silent and placed and (now - placed).total_seconds() > HELD_UP_SECONDS:
+            return pod
+    return None
+
+
+def is_alive(pod: Object) -> bool:
+    """Neither going away nor ended: an evicted pod stays as an object until somebody deletes it."""
+    return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in (
+        "Succeeded",
+        "Failed",
+    )
+
+
+def _placed_at(pod: Object) -> datetime | None:
+    """When a node got it; None: none has."""
+    for condition in pod.get("status", {}).get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "True":
+            since = condition.get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
+            return parse(since) if since else None
+    return None
 
 
 def _containers(pod: Object) -> list[dict[str, Any]]:
@@ -93,11 +194,13 @@ def _terminated(pod: Object) -> dict[str, Any] | None:
     return failed[0] if failed else (ends[-1] if ends else None)
 
 
-def _deciding(pods: list[Object], *, is_success: bool) -> Object | None:
+def _deciding(obj: Object, pods: list[Object], state: str) -> Object | None:
     """The pod that speaks for its Job: index 0 of a success; of a failure the one that ended first by itself."""
-    if is_success:
+    if state == "Succeeded":
         done = [pod for pod in pods if pod.get("status", {}).get("phase") == "Succeeded"]
-        return min(done, key=lambda pod: pod["metadata"].get("labels", {}).get(INDEX_LABEL, "0"), default=None)
+        if obj["spec"].get("completionMode") == "Indexed":  # only rank 0 knows the result
+            done = [pod for pod in done if pod["metadata"].get("labels", {}).get(INDEX_LABEL) == "0"]
+        return min(done, key=lambda pod: str(pod["metadata"]["name"]), default=None)
     failed = [pod for pod in pods if pod.get("status", {}).get("phase") == "Failed"]
 
     def order(pod: Object) -> tuple[bool, str, str]:
@@ -108,11 +211,35 @@ def _deciding(pods: list[Object], *, is_success: bool) -> Object | None:
     return min(failed, key=order, default=None)
 
 
+def _exit_code(terminated: dict[str, Any], failed: dict[str, Any]) -> int | None:
+    """Of the process that failed, though a launcher (torchrun) ends with 1, or no pod may be left to ask.
+
+    The failure policy writes the code into the Job's condition; a step names its reason in the termination message.
+    """
+    code = terminated.get("exitCode")
+    if code is None:
+        told = _TOLD_EXIT.search(failed.get("message") or "") if failed.get("reason") == POLICY_REASON else None
+        return int(told[1]) if told else None
+    if code == LAUNCHER_EXIT:
+        return _named_exit(terminated.get("message") or "") or code
+    return int(code)
+
+
+def _named_exit(message: str) -> int | None:
+    try:
+        reason = Failure.model_validate_json(message).reason
+    except ValidationError:
+        return None
+    return next((code for code, (name, _) in names.EXIT_CODES.items() if name == reason), None)
+
+
 def _reason(pod: Object | None, terminated: dict[str, Any], failed: dict[str, Any]) -> str:
     if failed.get("reason") == "DeadlineExceeded":
         return "DeadlineExceeded"
     status = pod.get("status", {}) if pod else {}
     if any(c["type"] == "DisruptionTarget" and c["status"] == "True" for c in status.get("conditions", [])):
+        return "DisruptionTarget"
+    if pod is None and failed.get("reason") == POLICY_REASON and "DisruptionTarget" in (failed.get("message") or ""):
         return "DisruptionTarget"
     return str(status.get("reason") or terminated.get("reason") or failed.get("reason") or "")
 

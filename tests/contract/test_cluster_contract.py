@@ -15,34 +15,58 @@ from typing import Any
 import pytest
 
 from prodrl_operator.cluster import port
+from prodrl_operator.cluster.caching import CachedCluster
 from prodrl_operator.cluster.local.store import ObjectStore
 from prodrl_operator.errors import AlreadyExistsError, ConflictError, InvalidError, NotFoundError
 from tests.support.local_cluster import CRDS, eventually
+from tests.support.watching import watching
 
 NS = "default"
 
 
 @contextmanager
-def _in_memory(tmp_path) -> Iterator[port.Cluster]:
+def _in_memory(request, tmp_path) -> Iterator[port.Watched]:
     store = ObjectStore(crds=CRDS)
     yield store
     store.close()
 
 
 @contextmanager
-def _in_a_file(tmp_path) -> Iterator[port.Cluster]:
+def _in_a_file(request, tmp_path) -> Iterator[port.Watched]:
     store = ObjectStore(tmp_path / "state.db", crds=CRDS)
     yield store
     store.close()
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"memory": _in_memory, "file": _in_a_file}
+@contextmanager
+def _on_an_api_server(request, tmp_path) -> Iterator[port.Watched]:
+    """As the operator uses it: the cache in front."""
+    cached = CachedCluster(request.getfixturevalue("api"))
+    cached.renew()
+    yield cached
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "memory": _in_memory,
+    "file": _in_a_file,
+    "kubernetes": _on_an_api_server,
+}
 
 
 @pytest.fixture(params=list(IMPLEMENTATIONS))
-def cluster(request, tmp_path) -> Iterator[port.Cluster]:
-    with IMPLEMENTATIONS[request.param](tmp_path) as made:
+def cluster(request, tmp_path) -> Iterator[port.Watched]:
+    with IMPLEMENTATIONS[request.param](request, tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+def others(cluster) -> Iterator[port.Cluster]:
+    """The cluster as others write to it, while ``cluster`` is watching: with kopf, where it is a real one."""
+    if not isinstance(cluster, CachedCluster):
+        yield cluster
+        return
+    with watching(cluster.server, cluster):
+        yield cluster.server
 
 
 def config(name: str = "one", data: dict[str, str] | None = None, **metadata: Any) -> port.Object:
@@ -92,6 +116,7 @@ def run(name: str = "chess", **spec: Any) -> port.Object:
 RUN_SPEC: port.Object = {
     "model": {"uri": "file:///models/base", "servedName": "chess"},
     "storage": {"uri": "file:///store"},
+    "gateway": {"authentication": "Anonymous"},
     "rounds": {"max": 3, "steps": 2, "batchSize": 4},
 }
 
@@ -105,13 +130,13 @@ def owned_by(owner: port.Object, *, blocks: bool = True) -> list[port.Object]:
 
 
 def test_create_fills_in_what_the_server_owns(cluster):
-    made = cluster.create(deployment())
+    made = cluster.create(run())
     metadata = made["metadata"]
     assert metadata["uid"]
     assert metadata["resourceVersion"]
     assert metadata["generation"] == 1
     assert metadata["creationTimestamp"].endswith("Z")
-    assert cluster.get(port.DEPLOYMENT, NS, "d") == made
+    assert cluster.get(port.RUN, NS, "chess") == made
 
 
 def test_create_twice_is_refused(cluster):
@@ -175,10 +200,11 @@ def test_apply_creates_then_changes(cluster):
 
 
 def test_apply_of_the_same_writes_nothing(cluster):
-    first = cluster.apply(deployment())
-    second = cluster.apply(deployment())
+    first = cluster.apply(run())  # nobody else writes to it, as a controller does to a Deployment
+    second = cluster.apply(run())
     assert second["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"]
-    assert second["metadata"]["generation"] == 1
+    cluster.apply(deployment())
+    assert cluster.apply(deployment())["metadata"]["generation"] == 1
 
 
 def test_apply_removes_what_it_set_before(cluster):
@@ -202,6 +228,11 @@ def test_apply_merges_lists_by_key_and_replaces_others(cluster):
     (container,) = after["spec"]["template"]["spec"]["containers"]
     assert container["env"] == [{"name": "B", "value": "3"}]
     assert container["args"] == ["z"]
+
+
+def test_apply_refuses_a_list_that_names_something_twice(cluster):
+    with pytest.raises(InvalidError):
+        cluster.apply(deployment(env=[{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]))
 
 
 def test_apply_brings_a_default_back(cluster):
@@ -423,26 +454,34 @@ def test_a_run_takes_its_children_with_it(cluster):
 # Watches.
 
 
-def test_a_watch_hints_at_every_change(cluster):
-    seen: list[tuple[str, str]] = []
-    stop = cluster.watch(lambda event: seen.append((event.type, event.object["metadata"]["name"])))
+def test_a_watch_hints_at_every_change(cluster, others):
+    seen: list[tuple[str, str, str | None]] = []
+
+    def receive(event: port.WatchEvent) -> None:
+        metadata = event.object["metadata"]
+        seen.append((event.type, metadata["name"], metadata.get("labels", {}).get("step")))
+
+    stop = cluster.watch(receive)
+    watched = job("watched")
+    ours = watched["metadata"]["labels"] = {"app.kubernetes.io/managed-by": "prodrl-operator"}
     try:
         time.sleep(0.1)
-        cluster.create(config("watched"))
-        cluster.apply(config("watched", data={"a": "2"}))
-        cluster.delete(port.CONFIG_MAP, NS, "watched")
-        eventually(lambda: ("DELETED", "watched") in seen)
-        assert ("ADDED", "watched") in seen
-        assert ("MODIFIED", "watched") in seen
+        others.create(watched)
+        eventually(lambda: ("ADDED", "watched", None) in seen)
+        watched["metadata"]["labels"] = ours | {"step": "changed"}
+        others.apply(watched)  # a status would race with the Job controller's
+        eventually(lambda: ("MODIFIED", "watched", "changed") in seen)
+        others.delete(port.JOB, NS, "watched")
+        eventually(lambda: ("DELETED", "watched", "changed") in seen)
     finally:
         stop()
     num_seen = len(seen)
-    cluster.create(config("unseen"))
-    time.sleep(0.1)
+    others.create(run("unseen"))
+    time.sleep(0.5)
     assert len(seen) == num_seen
 
 
-def test_a_failing_receiver_keeps_its_watch(cluster):
+def test_a_failing_receiver_keeps_its_watch(cluster, others):
     seen: list[str] = []
 
     def receive(event: port.WatchEvent) -> None:
@@ -451,8 +490,8 @@ def test_a_failing_receiver_keeps_its_watch(cluster):
 
     stop = cluster.watch(receive)
     try:
-        cluster.create(config("first"))
-        cluster.create(config("second"))
+        others.create(run("first"))
+        others.create(run("second"))
         eventually(lambda: {"first", "second"} <= set(seen))
     finally:
         stop()

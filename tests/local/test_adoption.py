@@ -114,7 +114,8 @@ def test_a_killed_shim_counts_as_a_killed_container(data):
         running.store.create(job("orphaned", "setsid sleep 100 & sleep 100"))
         eventually(lambda: len(marked_job(data, "orphaned")) >= 3)
         box = containers.Container(next((data / "pods").glob("*/containers/main")))
-        os.kill(containers.read_json(box.folder / "0" / "pid.json")["shim"], signal.SIGKILL)
+        told = eventually(lambda: containers.read_json(box.folder / "0" / "pid.json"))
+        os.kill(told["shim"], signal.SIGKILL)
         assert finished(running, "orphaned")["end"]["type"] == "Failed"
         assert terminated(pods_of(running, "orphaned")[0])["exitCode"] == 137
         assert containers.marked(str(data / "pods")) == []

@@ -306,6 +306,14 @@ def test_the_emulated_nvfp4_kernel_serves_and_sigterm_loses_no_record(
     assert np.abs(truth - rows[0].logprobs)[np.isfinite(truth)].mean() > 0
 
 
+def is_running(pid: str) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return bool(pathlib.Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
 def test_a_killed_server_takes_its_engine_along(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with engine(model, tmp_path / "run") as running:
         post(running, "t-killed.a", "/v1/completions", TEXT)
@@ -314,6 +322,6 @@ def test_a_killed_server_takes_its_engine_along(model: pathlib.Path, tmp_path: p
         running.process.kill()
         running.process.wait()
         deadline = time.monotonic() + 10
-        while pathlib.Path(f"/proc/{core}/cmdline").exists() and pathlib.Path(f"/proc/{core}/cmdline").read_bytes():
+        while is_running(core):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -114,8 +114,9 @@ def test_a_log_stands_in_for_the_message_when_asked(cluster):
 
 
 def test_deleting_a_job_ends_its_processes(cluster):
-    cluster.store.create(job("gone", "sleep 100"))
-    eventually(lambda: containers.marked(str(cluster.data / "pods")))
+    ready = cluster.data / "deaf"
+    cluster.store.create(job("gone", f"trap '' TERM; touch {ready}; sleep 100"))
+    eventually(ready.exists)
     cluster.store.delete(port.JOB, "default", "gone", propagation="Foreground")
     assert cluster.store.get(port.JOB, "default", "gone")["metadata"]["deletionTimestamp"]
     eventually(lambda: cluster.store.get(port.JOB, "default", "gone") is None)

@@ -141,9 +141,10 @@ def test_a_failing_liveness_probe_kills_and_restarts(cluster, tmp_path):
         "periodSeconds": 0.1,
         "failureThreshold": 2,
     }
-    command = ["sh", "-c", "trap '' TERM; sleep 100 & wait; sleep 100"]
+    command = ["sh", "-c", f"trap '' TERM; touch {tmp_path}/deaf; sleep 100 & wait; sleep 100"]
     cluster.store.apply(deployment("live", command, container={"livenessProbe": probe}))
     eventually(lambda: ready_replicas(cluster, "live") == 1)
+    eventually((tmp_path / "deaf").exists)
     (tmp_path / "sick").touch()
 
     def restarted() -> bool:
@@ -159,7 +160,7 @@ def test_a_failing_liveness_probe_kills_and_restarts(cluster, tmp_path):
 
 def test_a_startup_probe_holds_the_others_back(cluster, tmp_path):
     startup = {"exec": {"command": ["test", "-e", str(tmp_path / "up")]}, "periodSeconds": 0.1, "failureThreshold": 100}
-    live = {"exec": {"command": ["test", "-e", str(tmp_path / "up")]}, "periodSeconds": 0.1, "failureThreshold": 1}
+    live = startup | {"failureThreshold": 1, "timeoutSeconds": 10}
     cluster.store.apply(
         deployment("slow", ["sleep", "100"], container={"startupProbe": startup, "livenessProbe": live})
     )

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -195,9 +196,9 @@ class Versions(RuleBasedStateMachine):
     names = Bundle("names")
     stale = Bundle("stale")
 
-    @initialize(folder=st.integers(0, 10**9))
-    def begin(self, folder: int) -> None:
-        self.path = pathlib.Path(os.environ["PRODRL_TEST_FOLDER"]) / f"{folder}-{id(self)}.db"
+    @initialize()
+    def begin(self) -> None:
+        self.path = pathlib.Path(tempfile.mkdtemp(dir=os.environ["PRODRL_TEST_FOLDER"])) / "state.db"
         self.store = ObjectStore(self.path)
         self.model: dict[str, dict[str, str]] = {}
         self.highest = 0

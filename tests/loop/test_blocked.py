@@ -9,7 +9,7 @@ import pytest
 from tests.support.local_run import LocalRun, Users, run_manifest
 from tests.support.tiny_qwen import save_tiny_qwen
 
-pytestmark = [pytest.mark.demo, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.demo, pytest.mark.timeout(1800)]
 
 NEVER = {"agreement": {"maxMeanAbsLogprobDiff": "1.0", "maxRatioToStable": "0.000001"}}
 """No candidate agrees a million times better than stable; round 0 has no stable to be compared with."""
@@ -33,7 +33,7 @@ def test_a_blocked_round_leaves_users_on_stable_and_the_trainer_where_it_was_tol
     users = Users(run)
     users.start()
     try:
-        run.wait("the run waits for a person", lambda: run.summary().get("state") == "Stalled", 600)
+        run.wait("the run waits for a person", lambda: run.summary().get("state") == "Stalled", 1500)
     finally:
         users.done.set()
         run.stop()

@@ -12,7 +12,7 @@ import pytest
 from tests.support.local_run import LocalRun, Users, run_manifest
 from tests.support.tiny_qwen import save_tiny_qwen
 
-pytestmark = [pytest.mark.demo, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.demo, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Iterator[LocalRun]:
 def test_a_run_completes_though_everything_in_it_is_killed(run: LocalRun) -> None:
     users = Users(run)
     users.start()
-    run.wait("the first server", lambda: run.processes("vllm.entrypoints"), 120)
+    run.wait("the first server", lambda: run.processes("vllm.entrypoints"), 400)
     run.kill("vllm.entrypoints", "r0000-serve") if run.processes("r0000-serve") else run.kill("vllm.entrypoints")
     run.wait("round 1 collects", lambda: run.step() == "1 Collecting")
     run.kill("gateway.json")
@@ -60,10 +60,10 @@ def test_a_run_completes_though_everything_in_it_is_killed(run: LocalRun) -> Non
 def test_a_second_start_on_the_same_folder_is_refused_and_harms_nothing(run: LocalRun) -> None:
     run.wait("the folder is taken", run.endpoint)
     command = [str(Path(sys.executable).with_name("prodrl-operator")), "local", str(run.path), "--data", str(run.data)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert str(run.process.pid) in done.stderr if run.process else False
-    run.wait("the first start goes on", lambda: run.processes("vllm.entrypoints"), 120)
+    run.wait("the first start goes on", lambda: run.processes("vllm.entrypoints"), 400)
     run.stop()
     assert run.process is not None
     assert run.process.returncode == 130

@@ -163,7 +163,8 @@ def test_wrong_credentials_are_named_and_right_ones_are_read_again(
     with pytest.raises(CredentialsError, match="refused the credentials"):
         _acts(store, tmp_path)[act]()
     file.write_text(right)
-    assert _acts(store, tmp_path)[act]() in (None, b"0", True, False, ["a"])
+    answers = {"get": b"0", "create": False, "exists": True, "list": ["a"]}
+    assert _acts(store, tmp_path)[act]() == answers.get(act)
 
 
 def test_a_listing_goes_on_when_the_credentials_change_between_two_pages(

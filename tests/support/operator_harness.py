@@ -21,6 +21,7 @@ from prodrl_operator.names import Step
 from prodrl_operator.observing import parse_round
 from tests.support.fake_kubelet import FakeKubelet, Outcome
 
+CRDS = list(crds().values())
 START = datetime(2026, 1, 1, tzinfo=UTC)
 NAME = "chess"
 Script = Callable[[int, Step, int], Outcome | None]
@@ -129,7 +130,7 @@ class World:
         self.now = START
         self.script = script
         self.deployments: Callable[[dict[str, Any]], bool | str] = lambda _: True
-        self.store = ObjectStore(crds=list(crds().values()), now=lambda: self.now)
+        self.store = ObjectStore(crds=CRDS, now=lambda: self.now)
         self.kubelet = FakeKubelet(self.store, self._job, self._deployment)
         self.gateway = FakeGateway()
         self.users_per_step = 0
@@ -140,12 +141,13 @@ class World:
             "storage": {"uri": "file:///store"},
             "rounds": {"max": 2, "steps": 2, "batchSize": 2},
         }
+        gateway = (spec or {}).get("gateway", {})
         self.store.create(
             {
                 "apiVersion": names.API_VERSION,
                 "kind": "ProdRLRun",
                 "metadata": {"name": NAME, "namespace": "default"},
-                "spec": {**base, **(spec or {})},
+                "spec": {**base, **(spec or {}), "gateway": {"authentication": "Anonymous", **gateway}},
             }
         )
 

@@ -13,7 +13,7 @@ from prodrl_operator.api.round import Round
 from prodrl_operator.api.run import Run
 from prodrl_operator.names import Reason, Step, Verdict
 from prodrl_operator.rounds import decide as machine
-from prodrl_operator.rounds.decision import Decision
+from prodrl_operator.rounds.decision import AddFinalizer, Decision, RemoveFinalizer
 from prodrl_operator.rounds.observed import CanaryLook, DeploymentView, GatewayReplica, JobView, Observed
 from prodrl_operator.rounds.times import stamp
 from tests.support.manifests import exported, trained
@@ -33,7 +33,7 @@ def ago(seconds: float) -> str:
 
 
 def make_run(status: dict[str, Any] | None = None, generation: int = 1, **spec: Any) -> Run:
-    """A run with a finalizer whose status was written for generation 1."""
+    """A run whose status was written for generation 1."""
     base: dict[str, Any] = {
         "model": {"uri": "file:///models/base", "servedName": "chess"},
         "storage": {"uri": "file:///store"},
@@ -43,7 +43,6 @@ def make_run(status: dict[str, Any] | None = None, generation: int = 1, **spec: 
         "namespace": "default",
         "uid": "uid-run",
         "generation": generation,
-        "finalizers": [names.FINALIZER],
     }
     return Run.model_validate(
         {"metadata": metadata, "spec": {**base, **spec}, "status": {"observedGeneration": 1, **(status or {})}}
@@ -61,7 +60,7 @@ def make_round(number: int, run: Run, *, source: int = 0, lineage: int = 0, **st
 
 def stable_status(number: int = 0, **more: Any) -> dict[str, Any]:
     """A run's status with a stable policy."""
-    entry = {"number": number, "phase": "Promoted", "digest": digest(number), "verdict": "Pass"}
+    entry = {"number": number, "outcome": "Promoted", "digest": digest(number), "verdict": "Pass"}
     base = {"stable": {"round": number, "digest": digest(number), "since": ago(10_000)}, "history": [entry]}
     return {**base, **more}
 
@@ -156,6 +155,7 @@ def scene(
     if step in (Step.CANARY_DEPLOYING, Step.GATING, Step.PROMOTING):
         base["servings"][number] = servers()
         base["urls"][number] = f"http://s{number}:8000"
+        the_run.metadata["finalizers"] = [names.FINALIZER]
     return Observed(**(base | changes))
 
 
@@ -189,6 +189,10 @@ def stored(observed: Observed, decision: Decision) -> Observed:
             update={"status": decision.round_status}
         )
     run = observed.run.model_copy(update={"status": decision.run_status})
+    held = {AddFinalizer(): [names.FINALIZER], RemoveFinalizer(): []}
+    for intent in decision.intents:
+        if isinstance(intent, AddFinalizer | RemoveFinalizer) and "deletionTimestamp" not in run.metadata:
+            run = run.model_copy(update={"metadata": {**run.metadata, "finalizers": held[intent]}})
     return dataclasses.replace(observed, run=run, rounds=rounds)
 
 

@@ -25,6 +25,7 @@ import httpx
 import pytest
 
 from prodrl.config import StoreConfig
+from tests.support import tiers
 
 BUCKET = "prodrl-real"
 REGION = "us-east-1"
@@ -189,9 +190,7 @@ def s3_binary() -> Path:
     try:
         return find_server()
     except ServerMissingError as exc:
-        if os.environ.get("PRODRL_REQUIRE_TIERS"):
-            pytest.fail(f"no S3 server, and PRODRL_REQUIRE_TIERS is set: {exc}")
-        pytest.skip(f"no S3 server: {exc}")
+        tiers.lack(f"no S3 server: {exc}")
 
 
 @pytest.fixture(scope="session")

@@ -231,6 +231,7 @@ class Running:
     client: aiohttp.ClientSession
     url: str
     admin_url: str
+    metrics_url: str
     store: FakeStore
 
     async def chat(self, trajectory: str | None = None, **kwargs: Any) -> aiohttp.ClientResponse:
@@ -287,7 +288,7 @@ async def running(
     """Run a gateway on loopback in this event loop."""
     store = store or FakeStore()
     settings = server.Settings("gw-0", api_keys_dir, spool_dir, routes_path)
-    sockets = listen(), listen()
+    sockets = listen(), listen(), listen()
     gateway = server.Gateway(config(**changes), settings, store)  # type: ignore[arg-type]
     await gateway.start(*sockets)
     if routes is not None:

@@ -35,7 +35,7 @@ def test_a_run_turns_by_itself_until_its_rounds_are_made() -> None:
         seen.append(it.run.status.canary_weight)
         if it.is_true("Completed"):
             break
-    assert [item.phase for item in it.run.status.history] == ["Promoted"] * 3
+    assert [item.outcome for item in it.run.status.history] == ["Promoted"] * 3
     assert sorted(set(seen)) == [0, 10, 50]
     assert it.weights()[2] == 100
     it.steps(15)
@@ -182,33 +182,6 @@ def test_a_refusal_of_the_api_server_is_said_and_goes_away(message: str, reason:
     assert it.condition("Stalled")[0] == "False"
 
 
-# Suspend.
-
-
-def test_suspend_reaches_the_job_and_leaves_again() -> None:
-    it = World(script=lambda number, step, attempt: None if step is Step.TRAINING else all_well(number, step, attempt))
-    it.until(lambda w: w.at(1, Step.TRAINING))
-    it.steps(2)
-    it.edit(suspend=True)
-    it.steps(2)
-
-    def job() -> dict[str, Any]:
-        found = it.store.get(port.JOB, "default", "chess-r0001-train-a0")
-        assert found is not None
-        return found
-
-    assert job()["spec"]["suspend"] is True
-    assert job()["spec"]["template"]["spec"]["containers"], "nothing but suspend was touched"
-    assert it.condition("Ready") == ("True", "Suspended")
-    assert it.condition("Reconciling")[0] == "False"
-    it.steps(10, seconds=86_400)
-    assert it.round(1).status.step == "Training"
-    it.edit(suspend=False)
-    it.steps(2)
-    assert job()["spec"]["suspend"] is False
-    assert it.round(1).status.attempts == []
-
-
 # Attempts.
 
 
@@ -317,7 +290,7 @@ def test_async_rounds_overlap_and_train_on_the_policy_before() -> None:
         if it.run.status.conditions and it.is_true("Completed"):
             break
     assert overlap
-    trained = [item.number for item in it.run.status.history if item.phase == "Promoted"]
+    trained = [item.number for item in it.run.status.history if item.outcome == "Promoted"]
     assert trained[0] == 0
     assert it.run.status.rounds_finished == 3
     second = it.round(2)
@@ -334,7 +307,7 @@ def test_async_a_starving_round_is_superseded_by_one_on_the_new_policy() -> None
     it = World({"mode": "AsyncOneRound"}, script)
     it.until(lambda w: w.has_round(2) and w.at(2, Step.SUPERSEDED))
     it.until(lambda w: w.is_true("Completed"))
-    assert [(item.number, item.phase) for item in it.run.status.history][1:] == [
+    assert [(item.number, item.outcome) for item in it.run.status.history][1:] == [
         (1, "Promoted"),
         (2, "Superseded"),
         (3, "Promoted"),
@@ -441,7 +414,9 @@ def test_a_run_of_the_same_name_adopts_what_an_earlier_one_left() -> None:
     base = {
         "model": {"uri": "file:///models/other", "servedName": NAME},
         "storage": {"uri": "file:///store"},
+        "gateway": {"authentication": "Anonymous"},
         "rounds": {"max": 1, "steps": 2, "batchSize": 2},
+        "onDelete": {"serving": "Delete"},
     }
     metadata = {"name": NAME, "namespace": "default"}
     it.store.create({"apiVersion": names.API_VERSION, "kind": "ProdRLRun", "metadata": metadata, "spec": base})

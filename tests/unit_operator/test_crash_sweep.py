@@ -114,8 +114,8 @@ def undisturbed() -> tuple[World, list[Turn]]:
 
 def test_the_undisturbed_run_is_two_promoted_rounds_and_a_blocked_one(undisturbed: tuple[World, list[Turn]]) -> None:
     it, turns = undisturbed
-    phases = [(item.number, item.phase) for item in it.run.status.history]
-    assert phases == [(0, "Promoted"), (1, "Promoted"), (2, "Blocked"), (3, "Promoted")]
+    outcomes = [(item.number, item.outcome) for item in it.run.status.history]
+    assert outcomes == [(0, "Promoted"), (1, "Promoted"), (2, "Blocked"), (3, "Promoted")]
     assert it.round(3).spec.lineage_round == BAD
     assert it.names_of(port.DEPLOYMENT) == ["chess-gateway", "chess-r0003-serve"]
     assert sum(turn.num_writes for turn in turns) > 100
@@ -158,7 +158,7 @@ def end(it: World) -> dict[str, Any]:
         "lineage": status.lineage_round,
         "weight": status.canary_weight,
         "finished": status.rounds_finished,
-        "history": [(e.number, e.phase, e.verdict, e.digest, e.reason) for e in status.history],
+        "history": [(e.number, e.outcome, e.verdict, e.digest, e.reason) for e in status.history],
         "conditions": sorted((c.type, c.status, c.reason) for c in status.conditions),
         "objects": sorted(name for name in state(it) if not name.startswith("Pod/")),
         "weights": it.weights(),

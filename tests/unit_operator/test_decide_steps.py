@@ -35,10 +35,10 @@ def kinds(observed: Observed) -> list[type]:
 # Beginning.
 
 
-def test_a_run_gets_its_finalizer_before_anything_else() -> None:
-    run = runs.make_run()
-    run.metadata.pop("finalizers")
-    assert decide(Observed(run=run)).intents == (AddFinalizer(),)
+def test_a_run_gets_its_finalizer_before_its_candidate_gets_servers() -> None:
+    observed = scene(Step.CANARY_DEPLOYING)
+    observed.run.metadata.pop("finalizers")
+    assert decide(observed).intents == (AddFinalizer(),)
 
 
 def test_the_gateway_comes_up_before_there_is_a_policy() -> None:
@@ -191,7 +191,7 @@ def failing(step: Step, view: JobView, **changes: Any) -> Observed:
         pytest.param(failed(80), "disruptions", id="preempted and said so"),
         pytest.param(failed(143), "disruptions", id="ended by SIGTERM"),
         pytest.param(failed(137, "DisruptionTarget"), "disruptions", id="drained"),
-        pytest.param(failed(137, "Evicted"), "disruptions", id="evicted"),
+        pytest.param(failed(137, "Evicted"), "failures", id="over a limit of its own"),
         pytest.param(job("Succeeded", message=""), "failures", id="no result"),
         pytest.param(job("Succeeded", message='{"x": 1}'), "failures", id="another result"),
     ],
@@ -266,8 +266,9 @@ def test_a_training_that_skipped_every_step_is_no_checkpoint() -> None:
 
 
 def test_the_next_attempt_waits_longer_after_each_failure() -> None:
-    def is_wanted(failures: int, since: float) -> bool:
-        status = {"attempts": [{"step": "Training", "number": failures, "failures": failures}]}
+    def is_wanted(failures: int, since: float, disruptions: int = 0) -> bool:
+        counts = {"number": failures + disruptions, "failures": failures, "disruptions": disruptions}
+        status = {"attempts": [{"step": "Training", **counts}]}
         intents = settled(scene(Step.TRAINING, status=status, since=since))[1].intents
         return any(isinstance(item, EnsureJob) for item in intents)
 
@@ -276,6 +277,16 @@ def test_the_next_attempt_waits_longer_after_each_failure() -> None:
     assert not is_wanted(2, 6)
     assert is_wanted(2, 11)
     assert is_wanted(30, 301)
+    assert not is_wanted(0, 6, disruptions=2)
+    assert is_wanted(0, 11, disruptions=2)
+    assert is_wanted(0, 301, disruptions=300)
+
+
+def test_a_deadline_is_no_disruption_though_it_ends_pods_by_sigterm() -> None:
+    spec = {"training": {"backoffLimit": 0}}
+    for code in (80, 143, None):
+        observed = scene(Step.TRAINING, spec=spec, jobs={0: failed(code, "DeadlineExceeded")})
+        assert condition(settled(observed)[1], "Stalled")[1] == "ActiveDeadlineExceeded"
 
 
 def test_an_older_attempt_is_stopped_and_gone_before_the_next_begins() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from prodrl_operator.api import Run
+from prodrl_operator.api import Run, crd
+from prodrl_operator.cluster.local.store import ObjectStore
 from prodrl_operator.errors import InvalidError
 from prodrl_operator.local import manifests, preflight
 from tests.support.manifests import make_run
@@ -47,6 +48,20 @@ def test_all_faults_of_a_spec_are_named_at_once() -> None:
     assert "got 'Sometimes'" in text
     assert "rounds.steps" in text
     assert "rounds.stepz" in text
+
+
+def test_a_local_gateway_asks_for_keys_only_where_the_run_names_them(tmp_path: Path) -> None:
+    """It listens on loopback; on a cluster the same run would have to say that everyone is served."""
+
+    def read(**spec: Any) -> Any:
+        return manifests.read(written(tmp_path / "run.yaml", document(**spec)))[1]["spec"]["gateway"]
+
+    keys = {"apiKeysSecretRef": {"name": "keys"}}
+    assert read() == {"authentication": "Anonymous"}
+    ObjectStore(crds=list(crd.crds().values())).create(manifests.read(tmp_path / "run.yaml")[1])
+    assert read(gateway={"replicas": 2}) == {"replicas": 2, "authentication": "Anonymous"}
+    assert read(gateway=keys) == keys
+    assert read(gateway={"authentication": "ApiKeys"}) == {"authentication": "ApiKeys"}, "is refused when it is stored"
 
 
 @pytest.mark.parametrize(

@@ -1,69 +1,32 @@
 """The CRDs, generated from the pydantic models. Pure: ``crds()`` gives dicts, ``render()`` the committed YAML.
 
 What pydantic says in JSON Schema becomes a structural OpenAPI v3 schema: references inlined, ``X | None`` made
-optional, object defaults reduced to ``{}`` (the server fills the nested ones). CEL rules, list types and printer
-columns are declared here, beside the schema that they belong to. Rules keep to core CEL, so that they can be
-evaluated without a server too.
+optional, object defaults reduced to what rules read (the server fills the nested ones), status left without defaults.
+A keyword that has no counterpart is an error, so that no bound is lost. List types and printer columns are declared
+here, CEL rules in ``rules``.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
 
 from prodrl_operator import names
-from prodrl_operator.api.round import RoundSpec, RoundStatus
-from prodrl_operator.api.run import RunSpec, RunStatus
+from prodrl_operator.api.model import MESSAGE
+from prodrl_operator.api.round import Round, RoundSpec, RoundStatus
+from prodrl_operator.api.rules import POD_SETTINGS, ROUND_RULES, RULES, Rules, worded
+from prodrl_operator.api.run import Run, RunSpec, RunStatus
+from prodrl_operator.errors import UnsupportedError
 
 Schema = dict[str, Any]
-
-RULES: dict[str, list[dict[str, str]]] = {
-    "": [
-        {
-            "rule": "size(self.metadata.name) <= 40 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-            "message": "metadata.name must be a DNS label of at most 40 characters that starts with a letter: "
-            "names of Jobs and Deployments are derived from it",
-        }
-    ],
-    "spec": [
-        {"rule": "self.mode == oldSelf.mode", "message": "spec.mode is immutable: create another ProdRLRun"},
-        {
-            "rule": "self.model.uri == oldSelf.model.uri",
-            "message": "spec.model.uri is immutable: create another ProdRLRun for another base model",
-        },
-        {
-            "rule": "self.storage.uri == oldSelf.storage.uri",
-            "message": "spec.storage.uri is immutable: records, datasets and checkpoints lie there",
-        },
-        {
-            "rule": "self.serving.surge != 'Replace' || size(self.gate.canary.steps) == 0",
-            "message": "spec.gate.canary.steps must be empty with serving.surge Replace: stable does not run beside "
-            "the candidate",
-        },
-    ],
-    "spec.training.correction": [
-        {
-            "rule": "self.type == 'ScoreCentering' || self.weighting == 'None'",
-            "message": "weighting composes with type ScoreCentering only; set weighting to None",
-        }
-    ],
-    "spec.gate.canary": [
-        {
-            "rule": "[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18].all(i, i + 1 >= size(self.steps) || "
-            "self.steps[i].weight < self.steps[i + 1].weight)",
-            "message": "weights of canary steps must increase",
-        }
-    ],
-    "spec.gate.evaluations[]": [
-        {"rule": "self.minItems <= self.maxItems", "message": "minItems must not be larger than maxItems"}
-    ],
-}
-"""CEL rules by path; ``[]`` stands for the items of a list."""
 
 LIST_MAPS = {
     "status.conditions": ["type"],
     "spec.gate.evaluations": ["name"],
+    **{f"spec.{part}.env": ["name"] for part in POD_SETTINGS},
+    **{f"spec.{part}.resources.claims": ["name"] for part in POD_SETTINGS},
     "status.history": ["number"],
     "status.attempts": ["step"],
 }
@@ -92,7 +55,33 @@ ROUND_COLUMNS = [
     ("Digest", "string", ".status.policy.digest", 1),
 ]
 
-KEPT = ("description", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "maxItems", "format")
+DEFAULTED = ("spec.gate", "spec.gate.canary")
+"""Objects whose absent lists are empty for the server too, because rules count their items."""
+
+FREE = ".podSpecPatch"
+"""The one free mapping: a patch of a whole pod's spec would make the CRD larger than clients can apply."""
+
+KEPT = (
+    "enum",
+    "pattern",
+    "minimum",
+    "maximum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "maxProperties",
+    "format",
+    "x-kubernetes-preserve-unknown-fields",
+)
+"""Keywords that mean the same in JSON Schema and in a structural schema."""
+
+READ = frozenset({*KEPT, "description", "type", "title", "default", "const", "items", "properties", "required"}) | {
+    "additionalProperties",
+    "propertyNames",
+    "patternProperties",
+    MESSAGE,
+}
 
 
 def structural(schema: Schema, defs: dict[str, Schema], path: str) -> Schema:
@@ -101,24 +90,64 @@ def structural(schema: Schema, defs: dict[str, Schema], path: str) -> Schema:
         target = defs[schema["$ref"].rsplit("/", 1)[1]]
         return structural({**target, **{k: v for k, v in schema.items() if k != "$ref"}}, defs, path)
     if "anyOf" in schema:
-        (branch,) = [b for b in schema["anyOf"] if b.get("type") != "null"]
-        outer = {k: v for k, v in schema.items() if k not in ("anyOf", "default")}
-        return structural({**branch, **outer}, defs, path)
-    node: Schema = {key: schema[key] for key in KEPT if key in schema}
+        return _union(schema, defs, path)
+    unread = schema.keys() - READ
+    if unread:
+        raise UnsupportedError(f"CRD field {path}: has no structural form, got {sorted(unread)}; use another type")
+    node: Schema = _described(schema)
+    node |= {key: schema[key] for key in KEPT if key in schema}
     node["type"] = schema.get("type", "object")
     if "const" in schema:
         node["enum"] = [schema["const"]]
-    if "default" in schema:
-        node["default"] = {} if node["type"] == "object" else schema["default"]
-    if path in RULES:
-        node["x-kubernetes-validations"] = RULES[path]
+    # Lists are compared whole: a default in an item would make Git's differ from the server's for ever. Models have it.
+    if "default" in schema and not path.startswith("status") and "[]" not in path:
+        node["default"] = schema["default"]
+    _rule(node, schema, path)
     if node["type"] == "array":
         _list(node, schema, defs, path)
     elif node["type"] == "object":
         _object(node, schema, defs, path)
+        if "default" in node:
+            node["default"] = _default(node, path)
     elif node["type"] == "integer":
         node["format"] = "int64"
     return node
+
+
+def _rule(node: Schema, schema: Schema, path: str) -> None:
+    """Rules of the path, and of the type; a pattern that a rule holds is said there, in words."""
+    rules: Rules = list(RULES.get(path, ()))
+    if MESSAGE in schema and path.startswith("spec"):
+        rules += worded(schema)
+    if rules:
+        node["x-kubernetes-validations"] = rules
+    if any(f"matches('{node.get('pattern')}')" in rule["rule"] for rule in rules):
+        del node["pattern"]
+
+
+def _default(node: Schema, path: str) -> Schema:
+    """Empty, but for what the object's own rules read: a server checks a default before it fills in nested ones."""
+    rules = " ".join(rule["rule"] for rule in RULES.get(path, ()))
+    children: Schema = node.get("properties", {})
+    return {
+        name: child["default"] for name, child in children.items() if "default" in child and f"self.{name}" in rules
+    }
+
+
+def _described(schema: Schema) -> Schema:
+    return {"description": " ".join(schema["description"].split())} if "description" in schema else {}
+
+
+def _union(schema: Schema, defs: dict[str, Schema], path: str) -> Schema:
+    """``X | None`` is an optional X; an integer or a string is Kubernetes' own union."""
+    branches = [branch for branch in schema["anyOf"] if branch.get("type") != "null"]
+    outer = {k: v for k, v in schema.items() if k not in ("anyOf", "default")}
+    if [branch.get("type") for branch in branches] == ["integer", "string"]:
+        text: Schema = {k: v for k, v in {**branches[1], **outer}.items() if k in KEPT}
+        _rule(text, {**branches[1], **outer}, path)
+        return {**_described(outer), **text, "x-kubernetes-int-or-string": True}
+    (branch,) = branches
+    return structural({**branch, **outer}, defs, path)
 
 
 def _list(node: Schema, schema: Schema, defs: dict[str, Schema], path: str) -> None:
@@ -130,7 +159,8 @@ def _list(node: Schema, schema: Schema, defs: dict[str, Schema], path: str) -> N
 
 
 def _object(node: Schema, schema: Schema, defs: dict[str, Schema], path: str) -> None:
-    extra = schema.get("additionalProperties")
+    # Of a mapping's keys a structural schema says nothing; rules do.
+    extra = schema.get("additionalProperties") or next(iter(schema.get("patternProperties", {}).values()), None)
     if "properties" in schema:
         node["properties"] = {
             name: structural(child, defs, f"{path}.{name}" if path else name)
@@ -140,24 +170,40 @@ def _object(node: Schema, schema: Schema, defs: dict[str, Schema], path: str) ->
             node["required"] = schema["required"]
         for name, child in schema["properties"].items():
             # A list made by a factory has no default in JSON Schema; rules may then not mention it.
-            if path.startswith("spec") and child.get("type") == "array" and name not in schema.get("required", []):
+            if path in DEFAULTED and child.get("type") == "array" and name not in schema.get("required", []):
                 node["properties"][name].setdefault("default", [])
     elif isinstance(extra, dict):
         node["additionalProperties"] = structural(extra, defs, f"{path}{{}}")
-        if "maxProperties" in schema:
-            node["maxProperties"] = schema["maxProperties"]
-    else:
+    elif path.endswith(FREE):
         node["x-kubernetes-preserve-unknown-fields"] = True
+    elif "x-kubernetes-preserve-unknown-fields" not in schema:
+        raise UnsupportedError(f"CRD field {path}: is a free mapping; give it a model or a value type")
 
 
 def _part(model: type[Any], path: str) -> Schema:
     schema = model.model_json_schema(by_alias=True)
-    return structural(schema, schema.get("$defs", {}), path)
+    return structural(schema, schema.pop("$defs", {}), path)
 
 
-def _crd(
-    kind: str, plural: str, short: str, spec: Schema, status: Schema, columns: list[tuple[str, str, str, int]]
-) -> Schema:
+def _whole(model: type[Run | Round], spec: Schema, status: Schema, rules: list[dict[str, str]]) -> Schema:
+    """The schema of a whole object; metadata, apiVersion and kind are the server's to describe."""
+    return {
+        **_described({"description": model.__doc__ or ""}),
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            "status": status,
+        },
+        **({"x-kubernetes-validations": rules} if rules else {}),
+    }
+
+
+def _crd(kind: str, short: str, columns: list[tuple[str, str, str, int]], schema: Schema) -> Schema:
+    plural = f"{kind.lower()}s"
     version: Schema = {
         "name": names.VERSION,
         "served": True,
@@ -167,20 +213,7 @@ def _crd(
             {"name": name, "type": kind_, "jsonPath": path, **({"priority": priority} if priority else {})}
             for name, kind_, path, priority in columns
         ],
-        "schema": {
-            "openAPIV3Schema": {
-                "type": "object",
-                "required": ["spec"],
-                "properties": {
-                    "apiVersion": {"type": "string"},
-                    "kind": {"type": "string"},
-                    "metadata": {"type": "object"},
-                    "spec": spec,
-                    "status": status,
-                },
-                **({"x-kubernetes-validations": RULES[""]} if kind == "ProdRLRun" else {}),
-            }
-        },
+        "schema": {"openAPIV3Schema": schema},
     }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -204,16 +237,15 @@ def _crd(
 
 def run_crd() -> Schema:
     """The CustomResourceDefinition of ProdRLRun."""
-    return _crd("ProdRLRun", "prodrlruns", "prun", _part(RunSpec, "spec"), _part(RunStatus, "status"), RUN_COLUMNS)
+    schema = _whole(Run, _part(RunSpec, "spec"), _part(RunStatus, "status"), RULES[""])
+    return _crd("ProdRLRun", "prun", RUN_COLUMNS, schema)
 
 
 def round_crd() -> Schema:
     """The CustomResourceDefinition of ProdRLRound; its spec is immutable."""
     spec = _part(RoundSpec, "roundspec")
-    spec["x-kubernetes-validations"] = [
-        {"rule": "self == oldSelf", "message": "a ProdRLRound's spec is frozen when the round begins"}
-    ]
-    return _crd("ProdRLRound", "prodrlrounds", "pround", spec, _part(RoundStatus, "status"), ROUND_COLUMNS)
+    spec["x-kubernetes-validations"] = ROUND_RULES
+    return _crd("ProdRLRound", "pround", ROUND_COLUMNS, _whole(Round, spec, _part(RoundStatus, "status"), []))
 
 
 def crds() -> dict[str, Schema]:
@@ -226,6 +258,15 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: object) -> bool:
         return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Quotes where a reader of YAML 1.2 would see a number that this writer does not: 1e-6."""
+    style = "'" if re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def render(crd: Schema) -> str:

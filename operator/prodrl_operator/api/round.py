@@ -10,14 +10,27 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from prodrl_operator.api.model import Api, Condition, DecimalString, Message, Status, Text, Timestamp, Word
+from prodrl_operator.api.model import (
+    Api,
+    Condition,
+    Count,
+    DecimalString,
+    Key,
+    Message,
+    RoundNumber,
+    Status,
+    Tally,
+    Text,
+    Timestamp,
+    Word,
+)
 from prodrl_operator.api.run import RunSpec
 
 
 class SourcePolicy(Api):
     """The policy whose records are trained on."""
 
-    round: Annotated[int, Field(ge=0, le=1_000_000)]
+    round: RoundNumber
     """The round that made it."""
     digest: Word
     """Its digest."""
@@ -28,11 +41,11 @@ class RoundSpec(Api):
 
     run: Annotated[str, Field(max_length=40)]
     """Name of the ProdRLRun."""
-    number: Annotated[int, Field(ge=0, le=1_000_000)]
+    number: RoundNumber
     """0 deploys the base model."""
     source: SourcePolicy | None = None
     """Whose records; absent in round 0."""
-    lineage_round: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    lineage_round: RoundNumber = 0
     """The round whose trainer checkpoint this one starts from; 0: base weights, cold optimizer."""
     settings: RunSpec
     """The run's spec when the round began."""
@@ -45,13 +58,13 @@ class Dataset(Status):
     """Folder in the store."""
     digest: Word
     """sha256 of its manifest."""
-    trajectories: int
+    trajectories: Count
     """S*B."""
-    tokens: int
+    tokens: Count
     """Model-generated tokens."""
     reward_mean: DecimalString
     """Mean reward."""
-    excluded: Annotated[dict[str, int], Field(max_length=64)] = Field(default_factory=dict)
+    excluded: Annotated[dict[Key, Count], Field(max_length=64)] = Field(default_factory=dict)
     """Reason -> trajectories."""
 
 
@@ -64,11 +77,11 @@ class Checkpoint(Status):
     """Hugging Face weights in the store."""
     weights_digest: Word
     """sha256 of the weights' manifest."""
-    steps: int
+    steps: Count
     """Optimizer steps made."""
-    skipped_steps: int = 0
+    skipped_steps: Count = 0
     """Steps skipped for non-finite gradients."""
-    figures: Annotated[dict[str, DecimalString], Field(max_length=64)] = Field(default_factory=dict)
+    figures: Annotated[dict[Key, DecimalString], Field(max_length=64)] = Field(default_factory=dict)
     """Diagnostics of the last step."""
 
 
@@ -79,7 +92,7 @@ class Policy(Status):
     """Folder in the store."""
     digest: Word
     """Its digest."""
-    size_bytes: int
+    size_bytes: Count
     """Size of its files."""
     weights_key: Text = ""
     """The unquantised weights it was made from."""
@@ -90,24 +103,24 @@ class Attempt(Status):
 
     step: Word
     """Collecting, Training, Exporting, CanaryDeploying or Gating."""
-    number: int = 0
+    number: Count = 0
     """Index of the present attempt; part of the child's name."""
-    failures: int = 0
+    failures: Count = 0
     """Attempts that failed and counted."""
-    disruptions: int = 0
+    disruptions: Count = 0
     """Attempts that were preempted; they do not count against the limit."""
 
 
 class CanaryProgress(Status):
     """Where the canary stands."""
 
-    index: int = 0
+    index: Count = 0
     """Index of the current canary step."""
     started: Timestamp | None = None
     """When it began."""
-    baseline_candidate: Annotated[dict[str, int], Field(max_length=16)] = Field(default_factory=dict)
+    baseline_candidate: Annotated[dict[Key, Tally], Field(max_length=16)] = Field(default_factory=dict)
     """The candidate's counters when the step began; rewards in millionths (the API has no floats)."""
-    baseline_stable: Annotated[dict[str, int], Field(max_length=16)] = Field(default_factory=dict)
+    baseline_stable: Annotated[dict[Key, Tally], Field(max_length=16)] = Field(default_factory=dict)
     """Stable's counters when the step began."""
 
 
@@ -142,7 +155,7 @@ class RoundStatus(Status):
 
     conditions: Annotated[list[Condition], Field(max_length=16)] = Field(default_factory=list)
     """Progressing, Succeeded."""
-    observed_generation: int | None = None
+    observed_generation: Count | None = None
     """The generation that this status is about."""
     step: Word = "Pending"
     """Where the round stands: see ``names.Step``."""
@@ -154,7 +167,7 @@ class RoundStatus(Status):
     """For people."""
     collect_from: Timestamp | None = None
     """Sync: trajectories that began before are not trained on."""
-    lineage_round: int | None = None
+    lineage_round: RoundNumber | None = None
     """The round whose trainer checkpoint is the start, settled when Training begins: AsyncOneRound creates a round
     before its predecessor has ended."""
     dataset: Dataset | None = None
@@ -171,6 +184,8 @@ class RoundStatus(Status):
     """Per step."""
     paused_since: Timestamp | None = None
     """When the run was suspended during this step: deadlines do not run."""
+    unready_since: Timestamp | None = None
+    """Since when a candidate that was ready is not."""
 
 
 class Round(Api):
@@ -182,3 +197,8 @@ class Round(Api):
     """Frozen."""
     status: RoundStatus = RoundStatus()
     """What the operator says."""
+
+    @property
+    def is_going(self) -> bool:
+        """Being deleted."""
+        return "deletionTimestamp" in self.metadata

@@ -13,18 +13,23 @@ from pydantic import Field, StringConstraints
 from prodrl_operator.api.model import (
     Api,
     Condition,
+    Count,
     DecimalString,
     LocalRef,
     Message,
     Name,
+    RoundNumber,
     Status,
     Text,
     Timestamp,
     Word,
+    worded,
 )
+from prodrl_operator.api.workloads import CachingPodSettings, PodSettings, StepSettings
 
-Uri = Annotated[str, StringConstraints(pattern=r"^(file:///|s3://|pvc://|hf://).+", max_length=1024)]
-Resources = Annotated[dict[str, Annotated[dict[str, Word], Field(max_length=16)]], Field(max_length=4)]
+PLACE = "^(file:///|s3://).+"
+Uri = Annotated[str, StringConstraints(pattern=PLACE, max_length=1024)]
+"""A folder that the run's pods can reach; ``rules`` has what a bucket and a path may be."""
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
 
 
@@ -48,23 +53,34 @@ class Model(Api):
 
     uri: Uri
     """Hugging Face folder: configuration, safetensors, tokenizer and chat template."""
-    served_name: Annotated[str, StringConstraints(min_length=1, max_length=253)]
+    served_name: Annotated[
+        str,
+        StringConstraints(pattern="^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$", max_length=253),
+        worded(
+            "must be letters, digits and . _ : / @ + -, beginning with a letter or digit: users and engines take it"
+        ),
+    ]
     """The model name that users send."""
 
 
 class Retention(Api):
-    """How many finished rounds keep their artifacts. Not acted on yet: nothing is deleted from the store."""
+    """How many finished rounds keep what is as large as the model: policy, weights and checkpoints.
+
+    What anything refers to is never deleted: stable, previous, what serves or is in work, and where training goes on.
+    Records, rewards, datasets, metrics and evaluations stay. Of the last 200 rounds; one that is older was kept till
+    then.
+    """
 
     promoted: Annotated[int, Field(ge=2, le=1000)] = 5
-    """Promoted rounds; stable and previous are never deleted."""
+    """Promoted rounds."""
     blocked: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Blocked rounds."""
+    """Rounds that ended in any other way."""
 
 
 class Storage(Api):
     """Where records, datasets, checkpoints and policies lie. ``uri`` is immutable."""
 
-    uri: Annotated[str, StringConstraints(pattern=r"^(file:///|s3://).+", max_length=1024)]
+    uri: Uri
     """``s3://bucket/prefix`` or, on one machine, ``file:///folder``."""
     endpoint_url: Text | None = None
     """S3 endpoint; absent: AWS."""
@@ -76,34 +92,17 @@ class Storage(Api):
     """What is kept."""
 
 
-class PodSettings(Api):
-    """The small part of a pod template that every workload takes."""
-
-    image: Text | None = None
-    """Container image; absent: the operator's default for that workload."""
-    resources: Resources = Field(default_factory=dict)
-    """``requests`` and ``limits`` as in a container."""
-    node_selector: Annotated[dict[str, Word], Field(max_length=64)] = Field(default_factory=dict)
-    """As in a pod."""
-    tolerations: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
-    """As in a pod."""
-    env: Annotated[list[dict[str, Any]], Field(max_length=128)] = Field(default_factory=list)
-    """Further environment variables, as in a container."""
-    runtime_class_name: Word | None = None
-    """As in a pod."""
-    priority_class_name: Word | None = None
-    """As in a pod."""
-
-
-class Serving(PodSettings):
+class Serving(CachingPodSettings):
     """The vLLM Deployments."""
 
     replicas: Annotated[int, Field(ge=1, le=1000)] = 1
     """Servers of the stable policy; a candidate gets as many."""
     args: Annotated[list[Text], Field(max_length=128)] = Field(default_factory=list)
-    """Further engine arguments. All of them are part of the policy digest."""
+    """Further engine arguments. All of them are part of the policy digest. The operator's own come last, and win."""
     start_deadline_seconds: Seconds = 1800
     """A server that is not ready by then fails the round."""
+    termination_grace_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+    """How long a server that is told to stop may finish its requests and bring its records to the store."""
     surge: Literal["Surge", "Replace"] = "Surge"
     """Replace: stable gives its hardware to the candidate (users wait); for clusters without a spare GPU."""
     drain_seconds: Annotated[int, Field(ge=0, le=86_400)] = 60
@@ -144,7 +143,10 @@ class Gateway(PodSettings):
     replicas: Annotated[int, Field(ge=1, le=1000)] = 1
     """Gateway pods."""
     api_keys_secret_ref: LocalRef | None = None
-    """Secret with one key a customer; absent: no authentication (loopback only)."""
+    """Secret with one key a customer."""
+    authentication: Literal["ApiKeys", "Anonymous"] | None = None
+    """Anonymous: no key is wanted, whoever reaches the gateway is served and may post rewards. It must be said where no
+    Secret is named; a local run, which only this machine reaches, is Anonymous if nothing is said. Absent: ApiKeys."""
 
 
 class Correction(Api):
@@ -186,7 +188,7 @@ class Optimizer(Api):
     """False descends the reward: a rehearsal of a harmful round, to see the gate block it."""
 
 
-class Training(PodSettings):
+class Training(StepSettings):
     """The training Jobs."""
 
     nodes: Annotated[int, Field(ge=1, le=4096)] = 1
@@ -219,7 +221,7 @@ class Training(PodSettings):
     """A Job that runs longer fails."""
 
 
-class Export(PodSettings):
+class Export(StepSettings):
     """Quantisation."""
 
     quantization: Literal["NVFP4", "None"] = "NVFP4"
@@ -248,9 +250,9 @@ class Evaluation(Api):
     """Name of the evaluation."""
     suite: Text
     """``module:function`` of the suite."""
-    suite_uri: Annotated[str, StringConstraints(max_length=1024)] | None = None
-    """Folder of the suite's items: a key of the run's store."""
-    metric: Word
+    suite_uri: Annotated[str, StringConstraints(max_length=900)] | None = None
+    """Folder of the suite's items: a key of the run's store, for example ``suites/puzzles``."""
+    metric: Annotated[str, StringConstraints(min_length=1, max_length=63)]
     """The metric judged; one that the suite does not report is an Error."""
     margin: DecimalString = "0.02"
     """The candidate may be worse by at most this (non-inferiority): the interval's lower end must be above -margin."""
@@ -300,8 +302,8 @@ class Gate(Api):
 
     agreement: Agreement = Agreement()
     """Quantisation and engine."""
-    evaluations: Annotated[list[Evaluation], Field(max_length=20)] = Field(default_factory=list)
-    """Held-out suites."""
+    evaluations: Annotated[list[Evaluation], Field(max_length=10)] = Field(default_factory=list)
+    """Held-out suites: as many as the figures of one Job, which a pod's termination message carries, have room for."""
     canary: Canary = Canary()
     """Traffic."""
     on_inconclusive: Literal["Pause", "Block"] = "Pause"
@@ -334,7 +336,7 @@ class RunSpec(Api):
     """What the user wants."""
 
     suspend: bool = False
-    """Start nothing new and suspend running Jobs; stable keeps serving."""
+    """Start nothing new, suspend running Jobs, take queued ones away until later; stable keeps serving."""
     mode: Literal["Sync", "AsyncOneRound"] = "Sync"
     """AsyncOneRound trains on the previous round's data while the next is collected. Immutable."""
     rounds: Rounds = Rounds()
@@ -349,15 +351,22 @@ class RunSpec(Api):
     """Records."""
     gateway: Gateway = Gateway()
     """Endpoint."""
+    collect: StepSettings = StepSettings()
+    """Collector."""
     training: Training = Training()
     """Trainer."""
     export: Export = Export()
     """Quantiser."""
+    evaluate: StepSettings = StepSettings()
+    """Measurements for the gate."""
     gate: Gate = Gate()
     """Gate."""
     on_blocked: Literal["HaltForHuman", "ContinueLineage", "RestartFromStable"] = "HaltForHuman"
     """What becomes of the trainer after a blocked round: stop and ask; go on from the blocked weights; go back to
     stable's. Traffic returns to stable in every case."""
+    network_policy: Literal["Managed", "None"] = "Managed"
+    """Managed: NetworkPolicies let into the run's pods only what the loop needs (see docs/workloads.md). None: the
+    namespace's own rules hold."""
     on_delete: OnDelete = OnDelete()
     """Deletion."""
     requests: Requests = Requests()
@@ -367,7 +376,7 @@ class RunSpec(Api):
 class StablePolicy(Status):
     """The policy that users get."""
 
-    round: int
+    round: RoundNumber
     """The round that made it."""
     digest: Word
     """Its digest."""
@@ -378,7 +387,7 @@ class StablePolicy(Status):
 class CurrentRound(Status):
     """The round in work."""
 
-    number: int
+    number: RoundNumber
     """Its number."""
     step: Word
     """Where it stands."""
@@ -389,7 +398,7 @@ class CurrentRound(Status):
 class LastGate(Status):
     """The last verdict."""
 
-    round: int
+    round: RoundNumber
     """Of which round."""
     verdict: Word
     """Pass, Fail, Inconclusive or Error."""
@@ -400,10 +409,10 @@ class LastGate(Status):
 class HistoryEntry(Status):
     """One finished round."""
 
-    number: int
+    number: RoundNumber
     """Its number."""
-    phase: Word
-    """How it ended."""
+    outcome: Word
+    """The step it ended in: Promoted, Blocked, Failed, Aborted or Superseded."""
     digest: Word | None = None
     """The policy it made."""
     verdict: Word | None = None
@@ -419,9 +428,9 @@ class HistoryEntry(Status):
 class HandledRequests(Status):
     """The one-shot verbs that took effect."""
 
-    abort_round: int = 0
+    abort_round: RoundNumber = 0
     """Last abort."""
-    approve_round: int = 0
+    approve_round: RoundNumber = 0
     """Last approval."""
     retry_token: Word = ""
     """Last retry."""
@@ -432,7 +441,7 @@ class RunStatus(Status):
 
     conditions: Annotated[list[Condition], Field(max_length=16)] = Field(default_factory=list)
     """See ``names.Condition``."""
-    observed_generation: int | None = None
+    observed_generation: Count | None = None
     """The generation that this status is about."""
     stable: StablePolicy | None = None
     """The commit point of a promotion: traffic, retention and everything else is derived from it."""
@@ -440,17 +449,17 @@ class RunStatus(Status):
     """Stable before the last promotion; its Deployment drains."""
     current_round: CurrentRound | None = None
     """The round in work."""
-    canary_weight: int = 0
+    canary_weight: Annotated[int, Field(ge=0, le=100)] = 0
     """Percent of new conversations on the candidate."""
     last_gate: LastGate | None = None
     """The last verdict."""
-    lineage_round: int = 0
+    lineage_round: RoundNumber = 0
     """The round whose trainer checkpoint the next round starts from; 0: the base model, a cold optimizer."""
-    consecutive_blocked: int = 0
+    consecutive_blocked: Count = 0
     """Blocked rounds since the last promotion."""
-    halted_round: int | None = None
+    halted_round: RoundNumber | None = None
     """The blocked round at which the run waits for a person; a new ``requests.retryToken`` clears it."""
-    rounds_finished: int = 0
+    rounds_finished: Count = 0
     """Training rounds that ended (any way)."""
     reward: Word | None = None
     """Mean reward of the last sealed dataset (decimal)."""

@@ -13,9 +13,12 @@ from prodrl_operator.builders.metadata import (
     round_name,
     round_object,
     routes_name,
+    serves_users,
     serving_name,
 )
-from prodrl_operator.builders.serving import engine_args, serving
+from prodrl_operator.builders.network import network_policies
+from prodrl_operator.builders.preview import preview
+from prodrl_operator.builders.serving import engine_args, serving, serving_budget
 from prodrl_operator.builders.steps import StepInputs, step_job
 
 __all__ = [
@@ -25,12 +28,16 @@ __all__ = [
     "gateway",
     "gateway_name",
     "job_name",
+    "network_policies",
+    "preview",
     "round_name",
     "round_object",
     "route_table",
     "routes_config_map",
     "routes_name",
+    "serves_users",
     "serving",
+    "serving_budget",
     "serving_name",
     "step_job",
 ]

@@ -9,22 +9,38 @@ from collections.abc import Sequence
 from prodrl.config import GatewayConfig, Route, RouteTable
 from prodrl_operator import names
 from prodrl_operator.api.run import Run
-from prodrl_operator.builders.metadata import Object, Platform, config_map, gateway_name, labels, metadata, routes_name
+from prodrl_operator.builders.metadata import (
+    Object,
+    Platform,
+    config_map,
+    disruption_budget,
+    gateway_name,
+    labels,
+    metadata,
+    routes_name,
+)
 from prodrl_operator.builders.pods import (
     CONFIG_DIR,
     Container,
     Mount,
+    Pod,
     config_mount,
     credentials_mounts,
     environment,
-    pod_spec,
+    pod_template,
     scratch_mount,
+    shm_mount,
     store_config,
 )
 
 ROUTES_DIR = "/etc/prodrl-routes"
 KEYS_DIR = "/etc/prodrl-keys"
 SPOOL_DIR = "/spool"
+LEAVING_SECONDS = 5
+"""Until every node has heard that a pod is no endpoint any more."""
+DRAIN_SECONDS = 30
+"""For requests that run."""
+GRACE_SECONDS = LEAVING_SECONDS + DRAIN_SECONDS + 10
 
 
 def route_table(routes: Sequence[Route]) -> RouteTable:
@@ -47,7 +63,7 @@ def gateway(run: Run, platform: Platform) -> list[Object]:
         store=store_config(run.spec),
         run=run.metadata["name"],
         served_name=run.spec.model.served_name,
-        drain_seconds=30,
+        drain_seconds=DRAIN_SECONDS,
     )
     objects = [
         config_map(name, run, its_labels, {"gateway.json": config.model_dump_json()}),
@@ -63,14 +79,7 @@ def gateway(run: Run, platform: Platform) -> list[Object]:
         _deployment(run, platform, its_labels),
     ]
     if run.spec.gateway.replicas > 1:
-        objects.append(
-            {
-                "apiVersion": "policy/v1",
-                "kind": "PodDisruptionBudget",
-                "metadata": metadata(name, run, its_labels),
-                "spec": {"maxUnavailable": 1, "selector": {"matchLabels": its_labels}},
-            }
-        )
+        objects.append(disruption_budget(name, run, its_labels))
     return objects
 
 
@@ -80,27 +89,36 @@ def _deployment(run: Run, platform: Platform, its_labels: dict[str, str]) -> Obj
     command = ["prodrl", "gateway", "--config", f"{CONFIG_DIR}/gateway.json", "--routes", f"{ROUTES_DIR}/routes.json"]
     command += ["--host", "$(POD_IP)", "--port", str(names.GATEWAY_PORT)]
     command += ["--admin-host", "$(POD_IP)", "--admin-port", str(names.GATEWAY_ADMIN_PORT)]
+    command += ["--metrics-port", str(names.PROGRESS_PORT)]
     mounts = [
         config_mount(name),
         Mount("routes", ROUTES_DIR, {"configMap": {"name": routes_name(run.metadata["name"]), "optional": True}}),
         Mount("spool", SPOOL_DIR, {"emptyDir": {}}, read_only=False),
         scratch_mount(),
+        *shm_mount(settings, None),
         *credentials_mounts(run.spec),
     ]
-    env = [*environment(run.spec, settings), {"name": "PRODRL_SPOOL_DIR", "value": SPOOL_DIR}]
+    more: list[Object] = [{"name": "PRODRL_SPOOL_DIR", "value": SPOOL_DIR}]
     if settings.api_keys_secret_ref is not None:
         mounts.append(Mount("keys", KEYS_DIR, {"secret": {"secretName": settings.api_keys_secret_ref.name}}))
-        env.append({"name": "PRODRL_API_KEYS_DIR", "value": KEYS_DIR})
+        more.append({"name": "PRODRL_API_KEYS_DIR", "value": KEYS_DIR})
     server = Container(
         name="gateway",
         image=settings.image or platform.runtime_image,
         command=command,
         mounts=mounts,
-        env=env,
+        env=environment(run.spec, settings, more),
         resources=settings.resources,
-        ports={"http": names.GATEWAY_PORT, "admin": names.GATEWAY_ADMIN_PORT},
+        ports={"http": names.GATEWAY_PORT, "admin": names.GATEWAY_ADMIN_PORT, "metrics": names.PROGRESS_PORT},
+        # Nobody else may still send requests when the listener closes. (The local runner sees to that by itself.)
+        pre_stop_seconds=0 if platform.local else LEAVING_SECONDS,
         probes={
-            "readinessProbe": {"httpGet": {"path": "/healthz", "port": names.GATEWAY_PORT}, "periodSeconds": 2},
+            # It has routes and could reach the store once: a new replica that cannot must not replace one that can.
+            "readinessProbe": {
+                "httpGet": {"path": "/readyz", "port": names.GATEWAY_PORT},
+                "periodSeconds": 2,
+                "timeoutSeconds": 5,  # a busy node is not a gateway that is gone
+            },
             "livenessProbe": {
                 "httpGet": {"path": "/healthz", "port": names.GATEWAY_PORT},
                 "periodSeconds": 10,
@@ -116,9 +134,9 @@ def _deployment(run: Run, platform: Platform, its_labels: dict[str, str]) -> Obj
         "spec": {
             "replicas": settings.replicas,
             "selector": {"matchLabels": its_labels},
-            "template": {
-                "metadata": {"labels": its_labels},
-                "spec": {**pod_spec(settings, [server]), "terminationGracePeriodSeconds": 45},
-            },
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "template": pod_template(
+                settings, its_labels, [server], Pod(more={"terminationGracePeriodSeconds": GRACE_SECONDS})
+            ),
         },
     }

@@ -5,6 +5,8 @@ A parent's labels and annotations are never copied: a GitOps tool that finds its
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +34,24 @@ class Platform:
     """Collect, train, export, evaluate, gateway, fetch."""
     serving_image: str = "prodrl/serving:0.1.0"
     """vLLM with the recorder."""
+    operator_namespace: str | None = None
+    """Where the operator's pods are; None: not known, or it is no pod."""
     local: bool = False
     """The local environment: images are ignored, GPUs are not asked for."""
+
+
+MAX_JOB_NAME = 57
+"""An Indexed Job's pods have the host name JOB-INDEX, of at most 63 characters; indexes have up to four digits."""
+_HASH_LENGTH = 8
+
+
+def bounded(start: str, end: str, limit: int) -> str:
+    """``start + end`` within the limit: where it is too long, a hash of ``start`` stands for the end of it."""
+    if len(start) + len(end) <= limit:
+        return start + end
+    digest = hashlib.sha256(start.encode()).hexdigest()[:_HASH_LENGTH]
+    kept = start[: limit - len(end) - _HASH_LENGTH - 1].rstrip("-")
+    return f"{kept}-{digest}{end}"
 
 
 def round_name(run_name: str, number: int) -> str:
@@ -43,7 +61,7 @@ def round_name(run_name: str, number: int) -> str:
 
 def job_name(run_name: str, number: int, step: Step, attempt: int) -> str:
     """Name of a step's Job; the attempt is part of it, so that a retry never meets an old object."""
-    return f"{round_name(run_name, number)}-{STEP_WORDS[step]}-a{attempt}"
+    return bounded(run_name, f"-r{number:04d}-{STEP_WORDS[step]}-a{attempt}", MAX_JOB_NAME)
 
 
 def serving_name(run_name: str, number: int) -> str:
@@ -59,6 +77,15 @@ def gateway_name(run_name: str) -> str:
 def routes_name(run_name: str) -> str:
     """Name of the ConfigMap with the gateway's routes."""
     return f"{run_name}-routes"
+
+
+_SERVES_USERS = re.compile(r"(gateway|routes|serving|steps|train|r\d{4,}-serve)")
+
+
+def serves_users(run_name: str, name: str) -> bool:
+    """Whether ``name`` is one that we give to what serves users: anybody's object may carry our labels."""
+    start = f"{run_name}-"
+    return name.startswith(start) and _SERVES_USERS.fullmatch(name.removeprefix(start)) is not None
 
 
 def labels(run: Run, component: str, number: int | None = None, step: Step | None = None) -> dict[str, str]:
@@ -104,13 +131,39 @@ def config_map(name: str, owner: Run | Round, its_labels: dict[str, str], data: 
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(name, owner, its_labels), "data": data}
 
 
+def disruption_budget(name: str, owner: Run | Round, its_labels: dict[str, str]) -> Object:
+    """At most one pod at a time is drained away; for workloads of several replicas only: one would block its node.
+
+    Pods that do not serve anyway can always be drained: a broken node must be.
+    """
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(name, owner, its_labels),
+        "spec": {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": its_labels},
+        },
+    }
+
+
+def _compact(settings: Object) -> Object:
+    """Without empty lists and maps: each of them is its field's default, and six workloads have a dozen each."""
+    empty: tuple[object, ...] = ([], {})
+    return {
+        part: {name: value for name, value in found.items() if value not in empty} if isinstance(found, dict) else found
+        for part, found in settings.items()
+    }
+
+
 def round_object(run: Run, number: int, source: SourcePolicy | None, lineage_round: int) -> Object:
     """A ProdRLRound with the run's present spec frozen into it."""
     spec: Object = {
         "run": run.metadata["name"],
         "number": number,
         "lineageRound": lineage_round,
-        "settings": run.spec.model_dump(by_alias=True, exclude_none=True),
+        "settings": _compact(run.spec.model_dump(by_alias=True, exclude_none=True)),
     }
     if source is not None:
         spec["source"] = source.model_dump(by_alias=True)

@@ -19,17 +19,22 @@ from prodrl.config import (
 )
 from prodrl_operator import names
 from prodrl_operator.api.round import Round
-from prodrl_operator.api.run import PodSettings, Run
+from prodrl_operator.api.run import Run
+from prodrl_operator.api.workloads import StepSettings
 from prodrl_operator.builders.metadata import STEP_WORDS, Object, Platform, config_map, job_name, labels, metadata
 from prodrl_operator.builders.pods import (
     CONFIG_DIR,
     RESULT_PATH,
     Container,
+    Pod,
+    cache_environment,
+    cache_mount,
     config_mount,
     credentials_mounts,
     environment,
-    pod_spec,
+    pod_template,
     scratch_mount,
+    shm_mount,
     store_config,
 )
 from prodrl_operator.builders.serving import engine_args
@@ -51,6 +56,8 @@ class StepInputs:
     """The candidate's server."""
     stable_url: str | None = None
     """Stable's server."""
+    spent: tuple[int, ...] = ()
+    """Rounds whose weights may go."""
 
 
 def policy_ref(made_by: Round) -> PolicyRef:
@@ -84,6 +91,7 @@ def collect_config(run: Run, this: Round, inputs: StepInputs) -> CollectConfig:
         reward_deadline_seconds=settings.recording.reward_deadline_seconds,
         settle_seconds=settings.recording.settle_seconds,
         max_sequence_tokens=settings.training.max_sequence_tokens,
+        spent=inputs.spent,
     )
 
 
@@ -193,58 +201,121 @@ CONFIGS: dict[Step, Callable[[Run, Round, StepInputs], Config]] = {
 COMMANDS = {Step.COLLECTING: "collect", Step.TRAINING: "train", Step.EXPORTING: "export", Step.GATING: "evaluate"}
 
 
-def _settings(this: Round, step: Step) -> PodSettings:
+RENDEZVOUS_PORT = 29500
+SHM_SIZE = "8Gi"
+_TOLD: Object = {"containerName": "step", "operator": "In", "values": sorted(names.EXIT_CODES)}
+FAILURE_POLICY: Object = {
+    "rules": [
+        # An evicted, preempted or drained pod: the attempt ends at once, and the operator does not count it as failed.
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        # Every code means something: so the Job's condition tells it, also when its pod is gone.
+        {"action": "FailJob", "onExitCodes": _TOLD},
+    ]
+}
+
+
+def _settings(this: Round, step: Step) -> StepSettings:
     settings = this.spec.settings
-    return settings.export if step is Step.EXPORTING else settings.training if step is Step.TRAINING else PodSettings()
+    by_step: dict[Step, StepSettings] = {
+        Step.COLLECTING: settings.collect,
+        Step.TRAINING: settings.training,
+        Step.EXPORTING: settings.export,
+        Step.GATING: settings.evaluate,
+    }
+    return by_step[step]
 
 
-def _command(this: Round, step: Step) -> list[str]:
+def _command(this: Round, step: Step, name: str) -> list[str]:
     arguments = [COMMANDS[step], "--config", f"{CONFIG_DIR}/config.json", "--result", RESULT_PATH]
     arguments += ["--listen", f"$(POD_IP):{names.PROGRESS_PORT}"]
     training = this.spec.settings.training
-    if step is Step.TRAINING and training.nodes * training.processes_per_node > 1:
-        torchrun = ["torchrun", "--nnodes", str(training.nodes), "--nproc-per-node", str(training.processes_per_node)]
-        if training.nodes == 1:
-            torchrun.append("--standalone")
-        return [*torchrun, "--no-python", "prodrl", *arguments]
-    return ["prodrl", *arguments]
+    if step is not Step.TRAINING or training.nodes * training.processes_per_node == 1:
+        return ["prodrl", *arguments]
+    torchrun = ["torchrun", "--nnodes", str(training.nodes), "--nproc-per-node", str(training.processes_per_node)]
+    torchrun += ["--max-restarts", "0"]
+    if training.nodes == 1:
+        torchrun.append("--standalone")
+    else:
+        namespace = this.metadata.get("namespace", "default")
+        first = f"{name}-0.{name}.{namespace}.svc"
+        torchrun += ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--rdzv-id", name]
+        torchrun += ["--rdzv-endpoint", f"{first}:{RENDEZVOUS_PORT}"]
+    return [*torchrun, "--no-python", "prodrl", *arguments]
 
 
-def step_job(run: Run, this: Round, step: Step, attempt: int, inputs: StepInputs, platform: Platform) -> list[Object]:
-    """ConfigMap, then Job, of one attempt at a step. Retries are the operator's: a Job runs its pods once."""
-    name = job_name(run.metadata["name"], this.spec.number, step, attempt)
-    its_labels = labels(run, STEP_WORDS[step], this.spec.number, step) | {names.LABEL_ATTEMPT: str(attempt)}
-    config = CONFIGS[step](run, this, inputs)
-    settings = _settings(this, step)
-    spec = this.spec.settings
-    worker = Container(
+def _rendezvous(name: str, owner: Round, its_labels: dict[str, str]) -> Object:
+    """Gives the pods of an Indexed Job names, before they are ready: they need each other to become so."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(name, owner, its_labels),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": its_labels,
+            "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT, "targetPort": RENDEZVOUS_PORT}],
+        },
+    }
+
+
+def _worker(this: Round, step: Step, name: str, platform: Platform) -> Container:
+    spec, settings = this.spec.settings, _settings(this, step)
+    training = spec.training
+    is_parallel = step is Step.TRAINING and training.nodes * training.processes_per_node > 1
+    return Container(
         name="step",
         image=settings.image or platform.runtime_image,
-        command=_command(this, step),
-        mounts=[config_mount(name), scratch_mount(), *credentials_mounts(spec)],
-        env=environment(spec, settings),
+        command=_command(this, step, name),
+        mounts=[
+            config_mount(name),
+            cache_mount(settings),
+            scratch_mount(),
+            *shm_mount(settings, SHM_SIZE if is_parallel else None),
+            *credentials_mounts(spec),
+        ],
+        env=environment(spec, settings, cache_environment()),
         resources=settings.resources,
         ports={"progress": names.PROGRESS_PORT},
     )
-    job: Object = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata(name, this, its_labels),
-        "spec": {
-            "backoffLimit": 0,
-            "podReplacementPolicy": "Failed",
-            "template": {
-                "metadata": {"labels": its_labels},
-                "spec": pod_spec(settings, [worker], restart="Never"),
-            },
-        },
+
+
+def step_job(run: Run, this: Round, step: Step, attempt: int, inputs: StepInputs, platform: Platform) -> list[Object]:
+    """ConfigMap, rendezvous Service, then Job, of one attempt."""
+    made = job(run, this, step, attempt, platform)
+    name, its_labels = made["metadata"]["name"], _labels(run, this, step, attempt)
+    config = CONFIGS[step](run, this, inputs)
+    objects = [config_map(name, this, its_labels, {"config.json": config.model_dump_json()})]
+    return [*objects, *([_rendezvous(name, this, its_labels)] if _is_indexed(this, step) else []), made]
+
+
+def _labels(run: Run, this: Round, step: Step, attempt: int) -> dict[str, str]:
+    return labels(run, STEP_WORDS[step], this.spec.number, step) | {names.LABEL_ATTEMPT: str(attempt)}
+
+
+def _is_indexed(this: Round, step: Step) -> bool:
+    return step is Step.TRAINING and this.spec.settings.training.nodes > 1
+
+
+def job(run: Run, this: Round, step: Step, attempt: int, platform: Platform) -> Object:
+    """The Job of one attempt. Retries are the operator's: a Job runs its pods once."""
+    name = job_name(run.metadata["name"], this.spec.number, step, attempt)
+    its_labels = _labels(run, this, step, attempt)
+    settings, training = _settings(this, step), this.spec.settings.training
+    is_indexed = _is_indexed(this, step)
+    pod = Pod(restart="Never", more={"subdomain": name} if is_indexed else {})
+    spec: Object = {
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": FAILURE_POLICY,
+        "template": pod_template(settings, its_labels, [_worker(this, step, name, platform)], pod),
     }
     if step is not Step.COLLECTING:
-        job["spec"]["activeDeadlineSeconds"] = spec.training.active_deadline_seconds
-    if step is Step.TRAINING and spec.training.nodes > 1:
-        job["spec"] |= {
-            "completionMode": "Indexed",
-            "completions": spec.training.nodes,
-            "parallelism": spec.training.nodes,
-        }
-    return [config_map(name, this, its_labels, {"config.json": config.model_dump_json()}), job]
+        spec["activeDeadlineSeconds"] = training.active_deadline_seconds
+    if is_indexed:
+        spec |= {"completionMode": "Indexed", "completions": training.nodes, "parallelism": training.nodes}
+    made: Object = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(name, this, its_labels), "spec": spec}
+    if settings.queue_name is not None:
+        # Kueue admits the Job by clearing `suspend`, which is its own from then on.
+        made["metadata"]["labels"] = its_labels | {names.LABEL_QUEUE: settings.queue_name}
+        spec["suspend"] = True
+    return made

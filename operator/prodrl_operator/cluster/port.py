@@ -11,11 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from prodrl_operator.errors import UnsupportedError
+
 Object = dict[str, Any]
 """A Kubernetes object."""
 
+Objects = list[Object]
 Finalizers = list[str]
-"""Spelled here because a method of the port is called ``list``."""
+Propagation = Literal["Background", "Foreground", "Orphan"]
+"""What becomes of dependents: deleted afterwards, deleted before the object itself goes, or left alone."""
+"""Both spelled here because a method of the port is called ``list``."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,19 @@ KINDS = {
 }
 
 
+def kind_of(manifest: Object) -> Kind:
+    """The resource type of an object.
+
+    Raises:
+        UnsupportedError: It is none of ours.
+    """
+    found = KINDS.get(manifest.get("kind", ""))
+    if found is None or found.api_version != manifest.get("apiVersion"):
+        what = f"{manifest.get('apiVersion')}/{manifest.get('kind')}"
+        raise UnsupportedError(f"kind {what}: not known to the operator; use one of {', '.join(sorted(KINDS))}")
+    return found
+
+
 @dataclass(frozen=True)
 class WatchEvent:
     """A hint that something changed; never trusted for content or existence."""
@@ -66,8 +84,16 @@ class Cluster(Protocol):
         """Objects that carry all ``labels`` (equality), sorted by namespace and name."""
         ...
 
+    def events_of(self, obj: Object) -> Objects:
+        """Events about one object."""
+        ...
+
     def create(self, manifest: Object) -> Object:
         """Create. Raises AlreadyExistsError, InvalidError, ForbiddenError."""
+        ...
+
+    def try_out(self, manifest: Object) -> None:
+        """What ``create`` would say, but for a name that is taken; nothing is made. Raises as it does."""
         ...
 
     def apply(self, manifest: Object) -> Object:
@@ -82,7 +108,7 @@ class Cluster(Protocol):
         *,
         uid: str | None = None,
         resource_version: str | None = None,
-        propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
+        propagation: Propagation = "Background",
     ) -> None:
         """Delete; a missing object is fine. ConflictError when a precondition fails."""
         ...
@@ -95,6 +121,17 @@ class Cluster(Protocol):
         """Replace ``metadata.finalizers`` under the object's resourceVersion (ConflictError)."""
         ...
 
+
+class Watched(Cluster, Protocol):
+    """A cluster that says when to look again."""
+
     def watch(self, notify: Callable[[WatchEvent], None]) -> Callable[[], None]:
-        """Call ``notify`` (from another thread) for changes of all kinds above; returns the stop function."""
+        """Call ``notify`` (from another thread) for changes of runs, rounds and our Jobs, Deployments and Pods.
+
+        Returns the stop function. Hints may come late, twice, in another order, or not at all.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Let what is read from now on be as new as this call, whatever the watches missed."""
         ...

@@ -33,7 +33,7 @@ def _entry(run: Run, this: Round) -> dict[str, object]:
     gate, dataset, policy = this.status.gate, this.status.dataset, this.status.policy
     entry = HistoryEntry(
         number=number,
-        phase=step.value,
+        outcome=step.value,
         digest=policy.digest if policy else None,
         verdict=gate.verdict,
         reason=this.status.reason,
@@ -41,11 +41,17 @@ def _entry(run: Run, this: Round) -> dict[str, object]:
         finished=this.status.since,
     )
     changes: dict[str, object] = {"history": [*status.history, entry][-KEPT_HISTORY:], "canary_weight": 0}
-    if number > 0 and step is not Step.SUPERSEDED:
+    if number > 0 and _is_made(this):
         changes["rounds_finished"] = status.rounds_finished + 1
     if step is Step.BLOCKED:
         changes |= _blocked(run, this)
     return changes
+
+
+def _is_made(this: Round) -> bool:
+    """Whether it counts among ``rounds.max``: not what had no data, nor a candidate that was never judged."""
+    step = Step(this.status.step)
+    return step is not Step.SUPERSEDED and not (step is Step.BLOCKED and this.status.reason in HALTING)
 
 
 def _blocked(run: Run, this: Round) -> dict[str, object]:

@@ -42,18 +42,21 @@ def work(turn: Turn, step: Step, result: type[Result], done: Callable[[Turn, Res
 
 def _judge_active(turn: Turn, step: Step, job: JobView) -> Outcome:
     if job.suspended:
-        reason = Reason.QUEUED if job.is_queued and not turn.run.spec.suspend else Reason.SUSPENDED
-        return turn.stay(reason, f"Job {job.name} is suspended")
+        if turn.run.spec.suspend:
+            return turn.stay(Reason.SUSPENDED, f"Job {job.name} is suspended")
+        why = "waits in its queue" if job.is_queued else "was suspended by somebody else; a queue that takes all Jobs?"
+        return turn.stay(Reason.QUEUED, f"Job {job.name} {why}")
     training = turn.settings.training
     elapsed = turn.elapsed_seconds
     if job.state == "Pending":
-        cause = failures.pending_cause(job, elapsed, training.start_deadline_seconds)
+        age = turn.seconds_of(job.created)
+        cause = failures.pending_cause(job, age, training.start_deadline_seconds)
         if cause is not None:
             return fail(turn, step, cause)
         grace = failures.IMAGE_GRACE_SECONDS
-        next_look = grace if elapsed <= grace else training.start_deadline_seconds
+        next_look = grace if age <= grace else training.start_deadline_seconds
         waiting = f"{job.waiting}: {job.waiting_message}" if job.waiting else ""
-        return turn.stay(message=waiting, requeue=max(next_look - elapsed, 0.0) + 1)
+        return turn.stay(message=waiting, requeue=max(next_look - age, 0.0) + 1)
     # Collecting lasts as long as users take; everything else has a limit.
     limit = training.active_deadline_seconds + DEADLINE_GRACE_SECONDS
     if step is not Step.COLLECTING and elapsed > limit:
@@ -97,9 +100,9 @@ def job_of(turn: Turn, step: Step) -> JobView | None:
 
 
 def retry_delay_seconds(turn: Turn, step: Step) -> float:
-    """How long the next attempt still waits: longer after each failure, short after a disruption."""
+    """How long the next attempt still waits: longer after each one."""
     attempt = transitions.attempt_of(turn.status, step)
-    tried = attempt.failures or min(attempt.disruptions, 1)
+    tried = attempt.failures + attempt.disruptions
     if tried == 0:
         return 0.0
     pause = min(RETRY_SECONDS * 2.0 ** min(tried - 1, 10), LONGEST_RETRY_SECONDS)

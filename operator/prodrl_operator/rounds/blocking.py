@@ -35,7 +35,9 @@ def block(turn: Turn, judgement: Judgement) -> Outcome:
 
 def cannot_serve(turn: Turn, cause: Cause) -> Outcome:
     """The candidate does not run: an Error is never a Pass."""
-    message = f"the candidate cannot serve: {cause.reason}: {cause.message}; {remedy(cause.reason)}"
+    message = f"the candidate cannot serve: {cause.reason}: {cause.message}"
+    if turn.number > 0:  # of round 0 ``block`` tells it
+        message += f"; {remedy(cause.reason)}"
     return block(turn, Judgement(Verdict.ERROR, message, cause.reason))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from prodrl.config.results import CollectResult
 from prodrl_operator.api.round import Dataset
 from prodrl_operator.names import Reason, Step
 from prodrl_operator.rounds import attempts, times
-from prodrl_operator.rounds.decision import Outcome
+from prodrl_operator.rounds.decision import Note, Outcome
 from prodrl_operator.rounds.failures import Cause
 from prodrl_operator.rounds.turn import Turn
 
@@ -40,7 +41,18 @@ def _sealed(turn: Turn, result: CollectResult) -> Outcome:
         excluded=dict(sorted(result.excluded.items(), key=lambda item: -item[1])[:64]),
     )
     status = turn.status.model_copy(update={"dataset": dataset, "reason": None, "message": ""})
-    return Outcome(status, requeue_after_seconds=0.0)
+    return Outcome(status, notes=tuple(_retention(turn, result)), requeue_after_seconds=0.0)
+
+
+def _retention(turn: Turn, result: CollectResult) -> Iterator[Note]:
+    if result.retired:
+        text = f"policy, weights and checkpoints of {result.retired} old rounds were deleted (storage.retention)"
+        yield Note(Reason.ARTIFACTS_DELETED, text, turn.number)
+    if result.retention_error:
+        text = (
+            f"what storage.retention lets go could not be deleted, the next round tries again: {result.retention_error}"
+        )
+        yield Note(Reason.RETENTION_FAILED, text, turn.number, "Warning")
 
 
 def _begin_training(turn: Turn) -> Outcome:

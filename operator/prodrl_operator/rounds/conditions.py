@@ -97,8 +97,12 @@ def _availability(observed: Observed) -> tuple[bool, str]:
     if ready == 0:
         waiting = f": {servers.waiting} {servers.waiting_message}" if servers and servers.waiting else ""
         return False, f"no server of round {stable.round} is ready{waiting}"
-    if observed.gateway is None or observed.gateway.ready == 0:
-        return False, "no replica of the gateway is ready"
+    if stable.round not in observed.urls:
+        return False, f"the Service of round {stable.round} is not seen"
+    gateway = observed.gateway
+    if gateway is None or gateway.ready == 0:
+        waiting = f": {gateway.waiting} {gateway.waiting_message}" if gateway and gateway.waiting else ""
+        return False, f"no replica of the gateway is ready{waiting}"
     return True, f"round {stable.round} is served"
 
 
@@ -118,7 +122,12 @@ def _ready(observed: Observed, stall: Hindrance | None, is_stable: bool, why: st
 
 
 def _reconciling(observed: Observed) -> tuple[bool, Reason, str]:
-    pending = [job.name for job in observed.jobs.values() if job.is_suspension_due(suspend=observed.run.spec.suspend)]
+    suspend = observed.run.spec.suspend
+    pending = [
+        job.name
+        for job in observed.jobs.values()
+        if job.is_suspension_due(suspend=suspend) or job.is_withdrawal_due(suspend=suspend)
+    ]
     if pending:
         return True, Reason.APPLYING_GENERATION, f"spec.suspend reaches {', '.join(pending)}"
     newest = observed.rounds[observed.numbers[-1]] if observed.rounds else None
@@ -144,7 +153,11 @@ def _progressing(observed: Observed, stall: Hindrance | None) -> tuple[bool, Rea
 def _suspended(observed: Observed) -> tuple[bool, Reason, str]:
     if observed.run.spec.suspend:
         return True, Reason.USER_REQUESTED, "spec.suspend is true"
-    queued = [job.name for job in observed.jobs.values() if job.suspended and job.is_queued and job.is_active]
+    queued = [
+        job.name
+        for job in observed.jobs.values()
+        if job.suspended and job.is_active and (job.is_queued or not job.is_suspended_by_us)
+    ]
     if queued:
         return True, Reason.QUEUED, f"{', '.join(queued)} waits in its queue"
     return False, Reason.NOT_SUSPENDED, ""

@@ -34,7 +34,7 @@ from prodrl_operator.rounds import (
     training,
     validation,
 )
-from prodrl_operator.rounds.decision import AddFinalizer, Decision, DeleteRound, Note, Outcome
+from prodrl_operator.rounds.decision import Decision, DeleteRound, Note, Outcome
 from prodrl_operator.rounds.observed import Hindrance, Observed
 from prodrl_operator.rounds.turn import LOOK_SECONDS, Turn
 
@@ -49,6 +49,9 @@ STEPS: dict[Step, Callable[[Turn], Outcome]] = {
 }
 SAYING_ONLY = frozenset({"conditions", "observed_generation", "current_round", "endpoint"})
 """Fields of the run's status that nothing is decided from."""
+UNREACHABLE_SECONDS = 30.0
+LATELY_SECONDS = 600.0
+"""So long after a step began, users may have been moved since a replica that does not answer last heard of it."""
 ROUND_SAYING_ONLY = frozenset({"conditions", "observed_generation", "message", "reason"})
 """The same of a round's."""
 
@@ -61,11 +64,12 @@ def decide(observed: Observed, now: datetime) -> Decision:
     faults = validation.faults(run)
     if faults:
         return Decision(starting.invalid(run.status, run.metadata.get("generation"), faults, now))
-    if not starting.has_finalizer(observed):
-        return Decision(run.status, (AddFinalizer(),), requeue_after_seconds=0.0)
+    finalizer = starting.finalizer_due(observed)
+    if finalizer is not None:
+        return Decision(run.status, (finalizer,), requeue_after_seconds=0.0)
     number, outcome = _look(observed, now)
     after, notes = _applied(observed, number, outcome)
-    stall = stalling.stall(after)
+    stall = stalling.stall(after, now)
     status = _said(after, stall, now)
     round_status = _round_said(observed, number, outcome, now)
     notes += _run_notes(run.status.conditions, status.conditions, status.observed_generation)
@@ -98,6 +102,8 @@ def _look(observed: Observed, now: datetime) -> tuple[int | None, Outcome | None
 
 def _turn(observed: Observed, this: Round, now: datetime) -> Outcome:
     turn = Turn(observed, this.model_copy(update={"status": _timed(observed, this, now)}), now)
+    if this.is_going and Step(this.status.step) not in names.TERMINAL:
+        return turn.stay(message="its ProdRLRound is being deleted")  # what would be made now would only hold that up
     is_current = this is observed.current
     if is_current and requests.wants_abort(observed):
         aborted = requests.abort(turn)
@@ -115,13 +121,22 @@ def _timed(observed: Observed, this: Round, now: datetime) -> RoundStatus:
     """Deadlines do not run while the run, or the round's Job in its queue, is suspended."""
     if Step(this.status.step) in names.TERMINAL:
         return this.status
-    status = times.rearm(this.status, now)
+    status = _seen_ready(observed, this.spec.number, times.rearm(this.status, now), now)
     is_job_suspended = any(
         job.suspended and job.is_active and number == this.spec.number and step == status.step
         for (number, step, _), job in observed.jobs.items()
     )
     is_paused = observed.run.spec.suspend or is_job_suspended
     return times.pause(status, now) if is_paused else times.resume(status, now)
+
+
+def _seen_ready(observed: Observed, number: int, status: RoundStatus, now: datetime) -> RoundStatus:
+    """Since when a candidate that was ready is not, by our own clock."""
+    if Step(status.step) not in (Step.GATING, Step.PROMOTING) or traffic.is_resting(observed, number):
+        return status if status.unready_since is None else status.model_copy(update={"unready_since": None})
+    servers = observed.servings.get(number)
+    since = None if servers is not None and servers.is_ready else status.unready_since or times.stamp(now)
+    return status if since == status.unready_since else status.model_copy(update={"unready_since": since})
 
 
 def _applied(observed: Observed, number: int | None, outcome: Outcome | None) -> tuple[Observed, tuple[Note, ...]]:
@@ -142,7 +157,7 @@ def _applied(observed: Observed, number: int | None, outcome: Outcome | None) ->
         after = _with(after, rounds, changes)
     after = _with(after, rounds, accounting.account(after))
     current = after.current
-    weight = traffic.canary_weight(after.run, current, current.status) if current else 0
+    weight = traffic.canary_weight(after, current) if current else 0
     return _with(after, rounds, {"canary_weight": weight, "reward": accounting.reward(after)}), notes + ignored
 
 
@@ -195,9 +210,20 @@ def _is_material(observed: Observed, number: int | None, round_status: RoundStat
 def _requeue(observed: Observed, now: datetime, outcome: Outcome | None) -> float | None:
     waits = [] if outcome is None or outcome.requeue_after_seconds is None else [outcome.requeue_after_seconds]
     # The gateway tells nobody when it applied its routes or when a conversation ended.
-    if traffic.is_draining(observed, now) or (observed.replicas and not observed.has_converged):
+    behind = [replica for replica in observed.replicas if replica.version != observed.routes_version]
+    if traffic.is_draining(observed, now) or any(replica.reachable for replica in behind):
         waits.append(LOOK_SECONDS)
+    elif behind and _has_moved_lately(observed, now):
+        # Later the resync will do: at thousands of runs, looking at those that do not answer would be all we do.
+        waits.append(UNREACHABLE_SECONDS)
     return min(waits, default=None)
+
+
+def _has_moved_lately(observed: Observed, now: datetime) -> bool:
+    newest = observed.rounds[observed.numbers[-1]].status.since if observed.rounds else None
+    stable = observed.run.status.stable
+    times_of = [newest, stable.since if stable else None]
+    return any(since is not None and times.elapsed_seconds(since, now) < LATELY_SECONDS for since in times_of)
 
 
 def _run_notes(old: list[Condition], new: list[Condition], generation: int | None) -> tuple[Note, ...]:

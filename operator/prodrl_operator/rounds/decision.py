@@ -80,15 +80,19 @@ class EnsureJob:
     """The round whose checkpoint is the start."""
     stable: int | None = None
     """The round that made the policy to compare with; None: nothing to compare with."""
+    spent: tuple[int, ...] = ()
+    """Rounds whose weights the step may let go."""
 
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Stop an attempt that is not wanted any more."""
+    """Stop an attempt that is not wanted any more, or not now."""
 
     number: int
     step: Step
     attempt: int
+    with_pods: bool = False
+    """The Job stays until its pods are gone: it will be made again under the same name."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,13 @@ class OrphanServing:
     number: int
 
 
+@dataclass(frozen=True)
+class DeleteOrphans:
+    """Remove what serves and has no owner, save the gateway and the servers of a round that outlive the run."""
+
+    kept: int | None
+
+
 Intent = (
     AddFinalizer
     | RemoveFinalizer
@@ -121,6 +132,7 @@ Intent = (
     | DeleteJob
     | SuspendJob
     | OrphanServing
+    | DeleteOrphans
 )
 
 

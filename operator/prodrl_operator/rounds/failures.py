@@ -1,4 +1,7 @@
-"""Why a Job or a server does not work, and whether another attempt can help. Called by ``attempts``, ``deploying``."""
+"""Why a Job or a server does not work, and whether another attempt can help.
+
+Called by ``attempts``, ``deploying``, ``gating``, ``promoting``, ``stalling``.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,17 @@ from prodrl_operator.rounds.observed import DeploymentView, JobView
 IMAGE_NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 """Waiting reasons that no waiting cures."""
 IMAGE_PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "RegistryUnavailable", "ImageInspectError"}) | IMAGE_NEVER
-CONFIG_WAITING = frozenset({"CreateContainerConfigError", "CreateContainerError"})
-DISRUPTIONS = frozenset(
-    {"DisruptionTarget", "Evicted", "Preempting", "Shutdown", "NodeLost", "NodeShutdown", "Terminated"}
-)
+LACKING = frozenset({"CreateContainerConfigError", "CreateContainerError", "FailedMount", "FailedAttachVolume"})
+"""A Secret, a ConfigMap or a volume is not there, or something is not as it should be."""
+NOT_REFUSED = ("exceeded quota", "service account", "failed calling webhook")
+"""What passes: room in a quota, a namespace that is being made, a webhook that is down."""
+DISRUPTIONS = frozenset({"DisruptionTarget", "Preempting", "Shutdown", "NodeLost", "NodeShutdown", "Terminated"})
 SIGTERM_EXIT = 143
 PREEMPTED_EXIT = 80
 IMAGE_GRACE_SECONDS = 60.0
 """A registry may be away for so long; then a pod that cannot pull has failed."""
+REFUSED_GRACE_SECONDS = 60.0
+"""What a pod lacks may be on its way for so long; then a person is told."""
 CRASH_LOOP_RESTARTS = 3
 """One crash is tolerated: the memory of the pod before may not have been free yet."""
 
@@ -44,6 +50,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.START_DEADLINE: "look at the pod's events, or raise startDeadlineSeconds",
     Reason.ACTIVE_DEADLINE: "raise training.activeDeadlineSeconds or give it faster hardware",
     Reason.INSUFFICIENT_CAPACITY: "add nodes, lower resources, or set serving.surge: Replace",
+    Reason.INVALID_CONFIGURATION: "create or correct what it names",
     Reason.QUOTA: "raise the namespace's quota",
     Reason.OUT_OF_MEMORY: "raise the memory limit, or lower training.microBatchTokens",
     Reason.STORAGE_FULL: "free space or choose another storage",
@@ -66,10 +73,10 @@ class Cause:
 def job_cause(job: JobView) -> Cause:
     """Of a Job that failed."""
     message = _text(job.message) or job.reason or f"exit code {job.exit_code}"
+    if job.reason == "DeadlineExceeded":  # first: a deadline ends pods by SIGTERM, which looks like a disruption
+        return Cause(Reason.ACTIVE_DEADLINE, f"the Job exceeded its active deadline: {message}")
     if job.reason in DISRUPTIONS or job.exit_code in (PREEMPTED_EXIT, SIGTERM_EXIT):
         return Cause(Reason.PREEMPTED, message, is_disruption=True)
-    if job.reason == "DeadlineExceeded":
-        return Cause(Reason.ACTIVE_DEADLINE, f"the Job exceeded its active deadline: {message}")
     if job.reason == "OOMKilled":
         return Cause(Reason.OUT_OF_MEMORY, message)
     return exit_cause(job.exit_code, message)
@@ -89,7 +96,7 @@ def pending_cause(job: JobView, elapsed: float, start_deadline: float) -> Cause 
         return Cause(Reason.IMAGE_PULL, f"{job.waiting}: {job.waiting_message}", is_retryable=False)
     if elapsed <= start_deadline:
         return None
-    return Cause(*_overdue(job.waiting, job.waiting_message, start_deadline))
+    return _overdue(job.waiting, job.waiting_message, start_deadline)
 
 
 def serving_cause(servers: DeploymentView, elapsed: float, start_deadline: float) -> Cause | None:
@@ -100,12 +107,12 @@ def serving_cause(servers: DeploymentView, elapsed: float, start_deadline: float
     crash = crash_cause(servers)
     if crash is not None or elapsed <= start_deadline:
         return crash
-    return Cause(*_overdue(servers.waiting, servers.waiting_message, start_deadline))
+    return _overdue(servers.waiting, servers.waiting_message, start_deadline)
 
 
 def crash_cause(servers: DeploymentView) -> Cause | None:
     """Of servers that crash again and again; a crash-looping server is not a busy one."""
-    if servers.restarts < CRASH_LOOP_RESTARTS or servers.is_ready:
+    if servers.restarts < CRASH_LOOP_RESTARTS:
         return None
     message = _text(servers.exit_message) or f"{servers.restarts} restarts, last exit {servers.exit_code}"
     if servers.last_exit == "OOMKilled":
@@ -120,16 +127,27 @@ def remedy(reason: Reason) -> str:
     return f"{known}; then set requests.retryToken" if known else "correct the cause, then set requests.retryToken"
 
 
-def _overdue(waiting: str, message: str, deadline: float) -> tuple[Reason, str]:
+def is_refused(waiting: str, message: str) -> bool:
+    """Whether a pod lacks something that only a person can provide or correct; once it is there, the pod starts."""
+    text = message.lower()
+    if waiting == "Unschedulable":  # one that is there and not bound yet may have a slow provisioner
+        return "persistentvolumeclaim" in text and "not found" in text
+    if waiting == "FailedCreate":
+        is_denied = any(word in text for word in ("forbidden", "invalid", "denied the request"))
+        return is_denied and not any(word in text for word in NOT_REFUSED)
+    return waiting in LACKING
+
+
+def _overdue(waiting: str, message: str, deadline: float) -> Cause:
     detail = f"{waiting}: {message}" if waiting else "no pod was ready"
     text = f"not running within {deadline:g} s: {detail}"
+    if is_refused(waiting, message):
+        return Cause(Reason.INVALID_CONFIGURATION, text, is_retryable=False)
     if waiting == "Unschedulable":
-        return Reason.INSUFFICIENT_CAPACITY, text
-    if waiting == "FailedCreate":
-        return Reason.QUOTA, text
-    if waiting in CONFIG_WAITING:
-        return Reason.INVALID_CONFIGURATION, text
-    return Reason.START_DEADLINE, text
+        return Cause(Reason.INSUFFICIENT_CAPACITY, text)
+    if waiting == "FailedCreate" and "quota" in message.lower():
+        return Cause(Reason.QUOTA, text)
+    return Cause(Reason.START_DEADLINE, text)
 
 
 def _text(message: str) -> str:

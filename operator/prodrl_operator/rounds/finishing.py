@@ -1,7 +1,7 @@
 """How a run goes: traffic to a safe place, what users need orphaned or not, then the finalizer. Called by ``decide``.
 
-Nothing is created any more. With ``onDelete.serving: Keep`` the gateway and stable's servers lose their owner and
-outlive the run; everything else goes by garbage collection, also when the operator is not there to see it.
+Nothing is created any more. With ``onDelete.serving: Keep`` the gateway and stable's servers have no owner (``acting``)
+and outlive the run; everything else goes by garbage collection, also when the operator is not there to see it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,14 @@ from __future__ import annotations
 from datetime import datetime
 
 from prodrl_operator.rounds import starting, times, traffic
-from prodrl_operator.rounds.decision import Decision, EnsureRoutes, Intent, OrphanServing, RemoveFinalizer
+from prodrl_operator.rounds.decision import (
+    Decision,
+    DeleteOrphans,
+    EnsureRoutes,
+    Intent,
+    OrphanServing,
+    RemoveFinalizer,
+)
 from prodrl_operator.rounds.observed import Observed
 from prodrl_operator.rounds.turn import LOOK_SECONDS
 
@@ -22,10 +29,13 @@ def decide(observed: Observed, now: datetime) -> Decision:
     status = observed.run.status
     if not starting.has_finalizer(observed):
         return Decision(status)
-    if observed.run.spec.on_delete.serving == "Delete" or status.stable is None:
+    if observed.run.spec.on_delete.serving == "Delete":
+        return Decision(status, (DeleteOrphans(None), RemoveFinalizer()))
+    if status.stable is None:
         return Decision(status, (RemoveFinalizer(),))
-    routes = traffic.routes(observed, now)
-    intents: list[Intent] = [EnsureRoutes(routes), OrphanServing(status.stable.round)]
+    routes, number = traffic.routes(observed, now), status.stable.round
+    intents: list[Intent] = [] if routes is None else [EnsureRoutes(routes)]
+    intents += [OrphanServing(number), DeleteOrphans(number)]
     since = times.elapsed_seconds(observed.run.metadata["deletionTimestamp"], now)
     is_safe = observed.has_converged or not observed.replicas or since > CONVERGE_SECONDS
     if is_safe:

@@ -11,7 +11,7 @@ from prodrl_operator.api.judgement import Judgement
 from prodrl_operator.api.round import CanaryProgress
 from prodrl_operator.api.run import CanaryStep
 from prodrl_operator.names import Reason, Step, Verdict
-from prodrl_operator.rounds import attempts, blocking, failures, requests, times
+from prodrl_operator.rounds import attempts, blocking, deploying, requests, times
 from prodrl_operator.rounds.decision import Outcome
 from prodrl_operator.rounds.observed import CanaryLook
 from prodrl_operator.rounds.turn import LOOK_SECONDS, Turn
@@ -20,10 +20,9 @@ from prodrl_operator.rounds.turn import LOOK_SECONDS, Turn
 def decide(turn: Turn) -> Outcome:
     """One look."""
     gate = turn.status.gate
-    servers = turn.observed.servings.get(turn.number)
-    crash = failures.crash_cause(servers) if servers else None
-    if crash is not None and gate.verdict is None:
-        return blocking.cannot_serve(turn, crash)
+    cause = deploying.lost(turn)
+    if cause is not None and gate.verdict is None:
+        return blocking.cannot_serve(turn, cause)
     if gate.verdict == Verdict.INCONCLUSIVE:
         return _await_decision(turn)
     if gate.measurements is None:

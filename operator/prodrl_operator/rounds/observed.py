@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 from prodrl_operator import names
@@ -38,11 +39,17 @@ class JobView:
     reason: str = ""
     """What Kubernetes says of the failure: OOMKilled, DeadlineExceeded, DisruptionTarget, Evicted ..."""
     waiting: str = ""
-    """Why no pod runs: ImagePullBackOff, Unschedulable, FailedCreate ..."""
+    """Why no pod runs: ImagePullBackOff, Unschedulable, FailedCreate, FailedMount ..."""
     waiting_message: str = ""
     """The same for people."""
     deleting: bool = False
     """Has a deletionTimestamp."""
+    created: datetime | None = None
+    """When it was made."""
+    lost: str = ""
+    """A pod that should be gone for long, and is not: its node does not answer."""
+    is_suspended_by_us: bool = False
+    """``suspend`` was set by this operator; who else set it takes it back."""
 
     @property
     def is_active(self) -> bool:
@@ -52,7 +59,11 @@ class JobView:
     def is_suspension_due(self, *, suspend: bool) -> bool:
         """Whether ``spec.suspend`` is ours to set, and is not what the run wants."""
         is_ours = self.state in ("Pending", "Running") and not self.deleting and not self.is_queued
-        return is_ours and self.suspended != suspend
+        return is_ours and self.suspended != suspend and (suspend or self.is_suspended_by_us)
+
+    def is_withdrawal_due(self, *, suspend: bool) -> bool:
+        """Whether it must leave its queue: ``suspend`` is the queue's to set, so a suspended run takes the Job away."""
+        return suspend and self.is_queued and self.is_active
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,11 @@ class DeploymentView:
     is_current: bool = True
     """The Deployment controller has seen the present spec."""
     waiting: str = ""
-    """Why a pod does not start: ImagePullBackOff, CrashLoopBackOff, Unschedulable, FailedCreate ..."""
+    """Why a pod does not start: ImagePullBackOff, CrashLoopBackOff, Unschedulable, FailedCreate, FailedMount ..."""
     waiting_message: str = ""
     """The same for people."""
     restarts: int = 0
-    """Largest restart count of a container."""
+    """Largest restart count of a container that is not ready."""
     last_exit: str = ""
     """Why a container ended last: OOMKilled, Error ..."""
     exit_code: int | None = None
@@ -80,6 +91,10 @@ class DeploymentView:
     """Has a deletionTimestamp."""
     has_pods: bool = True
     """Pods exist, perhaps terminating: hardware is held."""
+    created: datetime | None = None
+    """When it was made."""
+    unready_since: datetime | None = None
+    """Since when a pod that should be ready is not; None: all are."""
 
     @property
     def is_ready(self) -> bool:
@@ -155,6 +170,10 @@ class Observed:
     """The gate on the current round's measurements; None where there are none."""
     look: CanaryLook | None = None
     """Canary traffic of the current round."""
+    has_orphans: bool = False
+    """Something that serves users has no owner: garbage collection will not take it."""
+    is_kept_apart: bool = True
+    """What would outlive the run has no owner, and nothing else is without one: garbage collection does it all."""
     hindrance: Hindrance | None = None
     """Met while acting: a foreign object of our name, a refusal of the API server."""
 
@@ -184,6 +203,18 @@ class Observed:
         """AsyncOneRound: the round after the current one, which may collect already."""
         unfinished = [number for number in self.numbers if self.is_unfinished(number)]
         return self.rounds[unfinished[1]] if len(unfinished) > 1 else None
+
+    @property
+    def gateway_settings_of(self) -> int | None:
+        """The round whose settings the gateway has: the newest while it is in work; None: the run's own.
+
+        Between rounds a spec that the API server refuses can so be corrected before another round takes it. A
+        promotion that is committed waits for the gateway: settings with which that cannot run must not be kept for it.
+        """
+        newest, stable = self.numbers[-1] if self.numbers else None, self.run.status.stable
+        if newest is None or (stable is not None and stable.round == newest):
+            return None
+        return newest if self.is_unfinished(newest) else None
 
     @property
     def stable_round(self) -> Round | None:

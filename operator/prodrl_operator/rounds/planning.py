@@ -33,19 +33,24 @@ JOB_STEPS = frozenset({Step.COLLECTING, Step.TRAINING, Step.EXPORTING, Step.GATI
 
 def plan(observed: Observed, now: datetime, stall: Hindrance | None) -> tuple[Intent, ...]:
     """In order of urgency: stop, free, serve, work, begin, tidy."""
-    numbers = observed.numbers
     return (
         *_suspensions(observed),
         *_unwanted_jobs(observed),
         *_unwanted_servings(observed, now),
         # A gateway without a table is not ready: the table comes first.
-        EnsureRoutes(traffic.routes(observed, now)),
-        EnsureGateway(numbers[-1] if numbers else None),
+        *_routes(observed, now),
+        EnsureGateway(observed.gateway_settings_of),
         *_wanted_servings(observed, now),
         *_jobs(observed, now),
         *_next_round(observed, stall),
         *(DeleteRound(number) for number in retention.expired(observed)),
     )
+
+
+def _routes(observed: Observed, now: datetime) -> Iterator[Intent]:
+    routes = traffic.routes(observed, now)
+    if routes is not None:
+        yield EnsureRoutes(routes)
 
 
 def _suspensions(observed: Observed) -> Iterator[Intent]:
@@ -57,8 +62,12 @@ def _suspensions(observed: Observed) -> Iterator[Intent]:
 
 def _unwanted_jobs(observed: Observed) -> Iterator[Intent]:
     for (number, step, attempt), job in sorted(observed.jobs.items()):
-        if job.is_active and not job.deleting and not _is_wanted(observed, number, step, attempt):
+        if not job.is_active or job.deleting:
+            continue
+        if not _is_wanted(observed, number, step, attempt):
             yield DeleteJob(number, step, attempt)
+        elif job.is_withdrawal_due(suspend=observed.run.spec.suspend):
+            yield DeleteJob(number, step, attempt, with_pods=True)
 
 
 def _is_wanted(observed: Observed, number: int, step: Step, attempt: int) -> bool:
@@ -97,9 +106,13 @@ def _jobs(observed: Observed, now: datetime) -> Iterator[Intent]:
     if observed.run.spec.suspend:
         return
     for this in (observed.current, observed.ahead):
-        if this is None or Step(this.status.step) not in JOB_STEPS or stalling.missing_rounds(observed, this):
+        if this is None or this.is_going or Step(this.status.step) not in JOB_STEPS:
+            continue
+        if stalling.missing_rounds(observed, this):
             continue
         step = Step(this.status.step)
+        if step is Step.GATING and this.spec.number not in observed.urls:
+            continue
         turn = Turn(observed, this, now)
         attempt = transitions.attempt_of(this.status, step).number
         is_waiting = attempts.retry_delay_seconds(turn, step) > 0
@@ -128,6 +141,7 @@ def _job(observed: Observed, this: Round, step: Step, attempt: int) -> EnsureJob
         source=this.spec.source.round if this.spec.source else None,
         lineage=(this.spec.lineage_round if lineage is None else lineage) if this.spec.number > 0 else None,
         stable=stable.round if stable and is_comparable and step is Step.GATING else None,
+        spent=retention.spent(observed, this.spec.settings.storage.retention) if step is Step.COLLECTING else (),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prodrl_operator.api.run import HistoryEntry, LastGate, StablePolicy
 from prodrl_operator.names import Reason, Step, Verdict
-from prodrl_operator.rounds import blocking, failures, requests, times
+from prodrl_operator.rounds import blocking, deploying, requests, times
 from prodrl_operator.rounds.decision import Note, Outcome
 from prodrl_operator.rounds.turn import LOOK_SECONDS, Turn
 
@@ -19,10 +19,9 @@ def decide(turn: Turn) -> Outcome:
     if not may_promote(turn):
         message = f"no passing verdict on {turn.status.policy.digest if turn.status.policy else 'a policy'}"
         return turn.end(Step.FAILED, Reason.STEP_FAILED, message)
-    servers = turn.observed.servings.get(turn.number)
-    crash = failures.crash_cause(servers) if servers else None
-    if crash is not None:
-        return blocking.cannot_serve(turn, crash)
+    cause = deploying.lost(turn)
+    if cause is not None:
+        return blocking.cannot_serve(turn, cause)
     return _commit_when_ready(turn)
 
 
@@ -59,7 +58,7 @@ def _commit(turn: Turn) -> Outcome:
     dataset = turn.status.dataset
     entry = HistoryEntry(
         number=turn.number,
-        phase=Step.PROMOTED.value,
+        outcome=Step.PROMOTED.value,
         digest=policy.digest,
         verdict=gate.verdict,
         reason=turn.status.reason,

@@ -1,7 +1,8 @@
-"""Which finished ProdRLRound objects may go. Called by ``planning``; pure."""
+"""Which finished rounds may go: their objects here, and their weights in the store. Called by ``planning``; pure."""
 
 from __future__ import annotations
 
+from prodrl_operator.api.run import HistoryEntry, Retention
 from prodrl_operator.names import TERMINAL, Step
 from prodrl_operator.rounds.observed import Observed
 
@@ -32,3 +33,20 @@ def expired(observed: Observed) -> list[int]:
     surplus = finished[: max(len(finished) - observed.run.spec.rounds.history_limit, 0)]
     kept = protected(observed)
     return [number for number in surplus if number not in kept]
+
+
+def spent(observed: Observed, settings: Retention) -> tuple[int, ...]:
+    """Accounted rounds beyond ``storage.retention``, oldest first, without the protected: their weights may go.
+
+    Only rounds of which the history tells how they ended are named, so that a short memory keeps too much, never too
+    little. A round that is named is needed by nothing now, and nothing ever goes back to one that is not protected.
+    """
+    history = observed.run.status.history
+    kept = protected(observed) | _newest(history, settings.promoted, is_promoted=True)
+    kept |= _newest(history, settings.blocked, is_promoted=False)
+    return tuple(entry.number for entry in history if entry.number not in kept)
+
+
+def _newest(history: list[HistoryEntry], count: int, *, is_promoted: bool) -> set[int]:
+    numbers = [entry.number for entry in history if (entry.outcome == Step.PROMOTED) == is_promoted]
+    return set(numbers[max(len(numbers) - count, 0) :])

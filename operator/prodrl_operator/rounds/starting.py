@@ -6,10 +6,11 @@ from datetime import datetime
 
 from prodrl_operator import names
 from prodrl_operator.api.run import RunStatus
-from prodrl_operator.names import Reason, Step
-from prodrl_operator.rounds import conditions, requests, times
-from prodrl_operator.rounds.decision import Outcome
+from prodrl_operator.names import Condition, Reason, Step
+from prodrl_operator.rounds import conditions, requests, times, traffic
+from prodrl_operator.rounds.decision import AddFinalizer, Outcome, RemoveFinalizer
 from prodrl_operator.rounds.observed import Observed
+from prodrl_operator.rounds.stalling import REFUSALS
 from prodrl_operator.rounds.turn import Turn
 
 
@@ -28,6 +29,23 @@ def has_finalizer(observed: Observed) -> bool:
     return names.FINALIZER in observed.run.metadata.get("finalizers", [])
 
 
+def finalizer_due(observed: Observed) -> AddFinalizer | RemoveFinalizer | None:
+    """A run waits for us while users would notice: a candidate that may have some of them, servers that still drain.
+
+    At any other time garbage collection does all that a deletion asks for, whether the operator is there or not.
+    """
+    is_keeping = observed.run.spec.on_delete.serving == "Keep"
+    is_moving = traffic.candidate(observed) is not None or not observed.is_kept_apart
+    is_needed = is_moving if is_keeping else observed.has_orphans
+    if is_needed == has_finalizer(observed):
+        return None
+    if is_needed:
+        return AddFinalizer()
+    # Until the gateway has heard of it, its users may still be sent to what goes.
+    has_heard = observed.has_converged or not observed.replicas
+    return RemoveFinalizer() if has_heard or not is_keeping else None
+
+
 def invalid(status: RunStatus, generation: int | None, faults: list[str], now: datetime) -> RunStatus:
     """The status of a run whose spec cannot be used; nothing else changes, users stay served."""
     return status.model_copy(
@@ -39,8 +57,15 @@ def invalid(status: RunStatus, generation: int | None, faults: list[str], now: d
 
 
 def must_begin_again(observed: Observed) -> bool:
-    """Round 0 failed and the spec was edited since: it has nothing to lose, and its frozen settings are the fault."""
-    current = observed.current
-    if current is None or current.spec.number != 0 or current.status.step != Step.FAILED:
+    """Round 0 failed, or is refused, and the spec was edited since: its frozen settings are the fault.
+
+    It has nothing to lose.
+    """
+    current, status = observed.current, observed.run.status
+    if current is None or current.spec.number != 0 or status.stable is not None:
         return False
-    return requests.is_spec_new(observed) and observed.run.status.stable is None
+    is_refused = any(
+        item.type == Condition.STALLED and item.status == "True" and item.reason in REFUSALS
+        for item in status.conditions
+    )
+    return requests.is_spec_new(observed) and (is_refused or current.status.step == Step.FAILED)

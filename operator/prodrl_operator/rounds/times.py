@@ -39,6 +39,8 @@ def resume(status: RoundStatus, now: datetime) -> RoundStatus:
         return status
     length = timedelta(seconds=elapsed_seconds(status.paused_since, now))
     changes: dict[str, object] = {"paused_since": None, "since": _moved(status.since, length)}
+    if status.unready_since is not None:
+        changes["unready_since"] = _moved(status.unready_since, length)
     canary = status.gate.canary
     if canary is not None:
         moved = canary.model_copy(update={"started": _moved(canary.started, length)})
@@ -54,6 +56,8 @@ def rearm(status: RoundStatus, now: datetime) -> RoundStatus:
         changes["since"] = present
     if status.paused_since is not None and parse(status.paused_since) > parse(present):
         changes["paused_since"] = present
+    if status.unready_since is not None and parse(status.unready_since) > parse(present):
+        changes["unready_since"] = present
     canary = status.gate.canary
     if canary is not None and canary.started is not None and parse(canary.started) > parse(present):
         changes["gate"] = status.gate.model_copy(update={"canary": canary.model_copy(update={"started": present})})

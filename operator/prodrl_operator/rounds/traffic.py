@@ -10,7 +10,6 @@ from datetime import datetime
 
 from prodrl.config.serving import Route
 from prodrl_operator.api.round import Round, RoundStatus
-from prodrl_operator.api.run import Run
 from prodrl_operator.names import Reason, Step, Verdict
 from prodrl_operator.rounds import times
 from prodrl_operator.rounds.observed import Observed
@@ -50,8 +49,7 @@ def servings(observed: Observed, now: datetime) -> Servings:
     required = {stable.round} if stable else set()
     displaced: set[int] = set()
     if new is not None and new.spec.settings.serving.surge == "Replace" and stable is not None:
-        # Users get their hardware back while a person thinks.
-        if _awaits_person(new.status):
+        if is_resting(observed, new.spec.number):
             new = None
         else:
             displaced = {stable.round}
@@ -61,6 +59,14 @@ def servings(observed: Observed, now: datetime) -> Servings:
     previous = observed.run.status.previous
     kept = {previous.round} if previous and is_draining(observed, now) else set()
     return Servings(frozenset(required), frozenset(kept - required), frozenset(displaced))
+
+
+def is_resting(observed: Observed, number: int) -> bool:
+    """Whether stable has the only hardware back, for as long as a person thinks or the run is suspended."""
+    this = observed.rounds[number]
+    if this.spec.settings.serving.surge != "Replace" or observed.run.status.stable is None:
+        return False
+    return _awaits_person(this.status) or (observed.run.spec.suspend and number not in observed.servings)
 
 
 def _awaits_person(status: RoundStatus) -> bool:
@@ -84,11 +90,14 @@ def is_draining(observed: Observed, now: datetime) -> bool:
     return observed.remaining_conversations(status.previous.digest) != 0
 
 
-def canary_weight(run: Run, this: Round, status: RoundStatus) -> int:
-    """Percent of new conversations that shall begin on the candidate."""
+def canary_weight(observed: Observed, this: Round) -> int:
+    """Percent of new conversations that shall begin on the candidate; none while no server of it is ready."""
+    run, status = observed.run, this.status
     canary, gate = status.gate.canary, status.gate
-    stable = run.status.stable
+    stable, servers = run.status.stable, observed.servings.get(this.spec.number)
     if canary is None or run.spec.suspend or (stable is not None and stable.round == this.spec.number):
+        return 0
+    if servers is None or servers.deleting or servers.ready == 0:
         return 0
     steps = this.spec.settings.gate.canary.steps
     is_judged = status.step == Step.PROMOTING and gate.verdict == Verdict.PASS
@@ -97,16 +106,22 @@ def canary_weight(run: Run, this: Round, status: RoundStatus) -> int:
     return steps[min(canary.index, len(steps) - 1)].weight
 
 
-def routes(observed: Observed, now: datetime) -> tuple[Route, ...]:
-    """The gateway's table: stable, the candidate during its canary, the previous policy while it drains."""
+def routes(observed: Observed, now: datetime) -> tuple[Route, ...] | None:
+    """The gateway's table: stable, the candidate during its canary, the previous policy while it drains.
+
+    None: stable's address is not known at this moment. What the gateway has is then better than nothing.
+    """
     return table(observed, has_previous=is_draining(observed, now))
 
 
-def table(observed: Observed, *, has_previous: bool) -> tuple[Route, ...]:
+def table(observed: Observed, *, has_previous: bool) -> tuple[Route, ...] | None:
     """The same, with or without the previous policy."""
     status = observed.run.status
-    if status.stable is None or status.stable.round not in observed.urls:
-        return ()
+    if status.stable is None:
+        # What an earlier run of the name left goes on serving until this one has a policy.
+        return None if observed.has_orphans else ()
+    if status.stable.round not in observed.urls:
+        return None
     is_deleting = "deletionTimestamp" in observed.run.metadata
     new = None if is_deleting else candidate(observed)
     others: list[Route] = []

@@ -36,6 +36,7 @@ def enter(status: RoundStatus, step: Step, now: str, reason: str | None = None, 
             "message": message,
             "times": times[-KEPT_TIMES:],
             "paused_since": None,
+            "unready_since": None,
         }
     )
 

@@ -49,6 +49,11 @@ class Turn:
         """How long the present step, or attempt, has had; pauses do not count."""
         return times.elapsed_seconds(self.status.since, self.now, self.status.paused_since)
 
+    def seconds_of(self, created: datetime | None) -> float:
+        """The same of an object that may be younger: a step can wait for long before anything could be made for it."""
+        age = self.elapsed_seconds if created is None else max((self.now - created).total_seconds(), 0.0)
+        return min(self.elapsed_seconds, age)
+
     def stay(self, reason: Reason | None = None, message: str = "", requeue: float | None = None) -> Outcome:
         """Nothing changes but what is said of it."""
         update = {"reason": reason.value if reason else None, "message": message}

@@ -83,6 +83,21 @@ def merge(live: Any, before: Any, applied: Any, list_keys: ListKeys, path: tuple
     return applied
 
 
+def named_twice(applied: Any, list_keys: ListKeys, path: tuple[str, ...] = ()) -> str | None:
+    """The path of a merged list that names an item twice; None: there is none."""
+    if isinstance(applied, dict):
+        children = [(value, (*path, name)) for name, value in applied.items()]
+    elif isinstance(applied, list):
+        keys = list_keys(path) if path else None
+        known = [identity(item, keys) for item in applied] if keys else []
+        if len(known) != len(set(known)):
+            return ".".join(path)
+        children = [(item, (*path, "[]")) for item in applied]
+    else:
+        return None
+    return next((found for value, below in children if (found := named_twice(value, list_keys, below))), None)
+
+
 def _merge_map(
     live: dict[str, Any], before: dict[str, Any], applied: dict[str, Any], list_keys: ListKeys, path: tuple[str, ...]
 ) -> dict[str, Any]:

@@ -10,9 +10,9 @@ Used by ``store`` (``check`` as admission) and ``runner`` (``render``). The tran
 - All pods share one network: each has a loopback address of its own, which replaces ``0.0.0.0``. There is no DNS:
   ``SERVICE.NAMESPACE.svc`` (with or without ``.cluster.local``) and ``http://SERVICE`` become the Service's address,
   ``POD_HOSTNAME.SERVICE.NAMESPACE.svc`` the address of the Indexed Job's pod; in texts of ConfigMaps, too.
-- Accepted without effect: resources (nothing is limited), security contexts, service accounts, placement (node
-  selectors, tolerations, affinity, spreading, priorities), pull settings, readOnly mounts. Nothing isolates
-  these processes.
+- Accepted without effect: resources and sizes of volumes (nothing is limited), security contexts, service accounts,
+  placement (node selectors, tolerations, affinity, spreading, priorities, runtime classes, device claims), pull
+  settings, readOnly mounts. Nothing isolates these processes; NetworkPolicies and disruption budgets are stored only.
 
 Everything else is refused with UnsupportedError.
 """
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prodrl_operator.errors import UnsupportedError
+from prodrl_operator.names import LABEL_QUEUE
 
 Object = dict[str, Any]
 
@@ -138,6 +139,8 @@ def check(obj: Object) -> None:
     match obj["kind"]:
         case "Job":
             _refuse(where, "spec", set(spec) - _JOB_FIELDS)
+            if LABEL_QUEUE in obj["metadata"].get("labels", {}):
+                raise UnsupportedError(f"{where}: there is no Kueue here that would admit it; leave out queueName")
             for rule in (spec.get("podFailurePolicy") or {}).get("rules", ()):
                 if rule["action"] not in ("FailJob", "Ignore", "Count"):
                     raise UnsupportedError(f"{where}: podFailurePolicy action {rule['action']!r} is not run locally")

@@ -51,6 +51,8 @@ _FUNCTIONS = frozenset(
         "getMilliseconds",
     ]
 )
+_BLOCKING = frozenset({"anyOf", "enum", "maxItems", "maxLength", "maxProperties", "required", "type"})
+"""What rules may presume; of a pattern or a bound that is broken a rule may know better words."""
 _ROOT = frozenset({"apiVersion", "kind", "metadata"})
 _FORMATS = jsonschema.FormatChecker(formats=())
 
@@ -68,6 +70,7 @@ class _Rule:
     message: str
     is_transition: bool
     program: Any
+    field_path: str
 
 
 @dataclass
@@ -95,12 +98,12 @@ class Schema:
     def check(self, obj: dict[str, Any], old: dict[str, Any] | None) -> None:
         """Raise InvalidError that lists every fault of ``obj``; ``old`` is what it replaces."""
         faults = [f"{path}: unknown field" for path in _unknown(self.root, obj, "", is_root=True)]
-        faults += [
-            f"{_json_path(error.absolute_path)}: {error.message}"
-            for error in sorted(self._validator.iter_errors(obj), key=lambda error: list(map(str, error.absolute_path)))
-        ]
-        if not faults:  # rules may presume the types that the schema promises
-            faults = list(self._broken_rules(self.root, obj, old, ""))
+        faults += _duplicates(self.root, obj, "")
+        errors = sorted(self._validator.iter_errors(obj), key=lambda error: list(map(str, error.absolute_path)))
+        is_blocked = bool(faults) or any(error.validator in _BLOCKING for error in errors)
+        faults += [f"{_json_path(error.absolute_path)}: {error.message}" for error in errors]
+        if not is_blocked:
+            faults += self._broken_rules(self.root, obj, old, "")
         if faults:
             name = obj["metadata"].get("name")
             raise InvalidError(f"{self.kind} {name}: {'; '.join(faults)}; correct the manifest")
@@ -117,7 +120,7 @@ class Schema:
                 continue
             fault = _evaluate(rule, value, old)
             if fault:
-                yield f"{path or '<root>'}: {fault}"
+                yield f"{(path + rule.field_path).lstrip('.') or '<root>'}: {fault}"
         if isinstance(value, dict):
             for name, child in value.items():
                 below = node.get("properties", {}).get(name) or node.get("additionalProperties")
@@ -165,7 +168,8 @@ def _compile_rule(rule: dict[str, Any]) -> _Rule:
     unknown = names - _FUNCTIONS - _OPERATORS
     if unknown:
         raise UnsupportedError(f"CEL rule {source!r}: uses {sorted(unknown)}, which the local environment lacks")
-    return _Rule(source, rule.get("message", f"failed rule: {source}"), "oldSelf" in program.variables(), program)
+    message, is_transition = rule.get("message", f"failed rule: {source}"), "oldSelf" in program.variables()
+    return _Rule(source, message, is_transition, program, rule.get("fieldPath", ""))
 
 
 def _evaluate(rule: _Rule, value: Any, old: Any) -> str | None:
@@ -234,6 +238,24 @@ def _unknown(node: dict[str, Any], value: Any, path: str, *, is_root: bool = Fal
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unknown(node.get("items", {}), item, f"{path}[{index}]")
+
+
+def _duplicates(node: dict[str, Any], value: Any, path: str) -> Iterator[str]:
+    """Items of merged lists that have the same key."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            below = node.get("properties", {}).get(name) or node.get("additionalProperties")
+            if isinstance(below, dict):
+                yield from _duplicates(below, child, f"{path}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        keys, seen = tuple(node.get("x-kubernetes-list-map-keys", ())), set()
+        for index, item in enumerate(value):
+            if node.get("x-kubernetes-list-type") in ("map", "set"):
+                identity = applying.identity(item, keys)
+                if identity in seen:
+                    yield f"{path}[{index}]: Duplicate value: {identity!r}"
+                seen.add(identity)
+            yield from _duplicates(node.get("items", {}), item, f"{path}[{index}]")
 
 
 def _json_path(parts: Any) -> str:

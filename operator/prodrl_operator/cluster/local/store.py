@@ -21,7 +21,7 @@ from typing import Literal
 
 from prodrl_operator.cluster.local import admission, applying, garbage, schema
 from prodrl_operator.cluster.local.journal import Entry, Journal, Key
-from prodrl_operator.cluster.port import KINDS, Kind, Object, WatchEvent
+from prodrl_operator.cluster.port import EVENT, KINDS, Kind, Object, Objects, Propagation, WatchEvent
 from prodrl_operator.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -125,9 +125,16 @@ class ObjectStore:
                 raise AlreadyExistsError(f"{_where(obj)}: already exists; choose another name")
             return self._insert("create", obj, applied=None)
 
+    def try_out(self, manifest: Object) -> None:
+        """Look at it as ``create`` does."""
+        with self._lock:
+            self._admitted(self._read_manifest(manifest), None)
+
     def apply(self, manifest: Object) -> Object:
         """Server-side apply by our one manager; an apply that changes nothing writes nothing."""
         applied = self._read_manifest(manifest)
+        if twice := applying.named_twice(applied, self._list_keys(applied["kind"])):
+            raise InvalidError(f"{_where(applied)}: {twice} names an item twice; keep one of them")
         with self._lock:
             wanted = applied["metadata"].pop("resourceVersion", None)
             uid = applied["metadata"].pop("uid", None)
@@ -147,7 +154,7 @@ class ObjectStore:
         *,
         uid: str | None = None,
         resource_version: str | None = None,
-        propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
+        propagation: Propagation = "Background",
     ) -> None:
         """Delete; a missing object is fine."""
         self._require(kind.kind, kind.api_version)
@@ -210,6 +217,14 @@ class ObjectStore:
                 thread.join(timeout=5)
 
         return stop
+
+    def renew(self) -> None:
+        """Every read is new here."""
+
+    def events_of(self, obj: Object) -> Objects:
+        """Events about one object."""
+        uid, namespace = obj["metadata"]["uid"], obj["metadata"]["namespace"]
+        return [e for e in self.list(EVENT, namespace) if e.get("involvedObject", {}).get("uid") == uid]
 
     # Writing: the environment's own controllers.
 
@@ -307,9 +322,12 @@ class ObjectStore:
         self._after_write()
         return result
 
+    def _list_keys(self, kind: str) -> applying.ListKeys:
+        custom = self._schemas.get(kind)
+        return custom.list_keys if custom else applying.built_in_list_keys
+
     def _merge(self, entry: Entry, applied: Object) -> Object:
-        custom = self._schemas.get(applied["kind"])
-        keys = custom.list_keys if custom else applying.built_in_list_keys
+        keys = self._list_keys(applied["kind"])
         before = entry.applied or {}
         metadata = entry.body["metadata"]
         obj: Object = _copy(applying.merge(entry.body, before, applied, keys))
