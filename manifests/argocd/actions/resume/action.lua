@@ -1,0 +1,3 @@
+-- The loop goes on.
+obj.spec.suspend = false
+return obj
