@@ -7,7 +7,8 @@ READY := $(VENV)/.ready
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help init demo demo-blocked test test-engine test-s3 test-loop lint fmt type crds constraints clean
+.PHONY: help init demo demo-blocked test test-engine test-s3 test-loop test-api test-cluster bench-operator lint fmt type \
+	crds crds-release constraints clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -36,6 +37,18 @@ test-s3: $(READY) ## Only the tests against a real S3 server (built once, with G
 test-loop: $(READY) ## Only the whole loop, while its processes are killed
 	$(BIN)/python -m pytest tests/loop
 
+test-api: $(READY) ## Only the tests against a real API server (built once, with Go, or from KUBEBUILDER_ASSETS)
+	scripts/kubernetes api >/dev/null
+	$(BIN)/python -m pytest tests/api tests/contract tests/faults tests/packaging $(PYTEST_ARGS)
+
+test-cluster: $(READY) ## Only the tests inside a real one-node cluster (root, containerd; vLLM and trainer as pods)
+	scripts/kubernetes cluster >/dev/null
+	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
+
+bench-operator: $(READY) ## The operator at 50, 500 and 5,000 runs on a real API server: latency, memory, requests
+	scripts/kubernetes api >/dev/null
+	$(BIN)/python -m benchmarks.operator $(BENCH_ARGS)
+
 lint: $(READY) ## ruff and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,6 +63,9 @@ type: $(READY) ## mypy, strict
 
 crds: $(READY) ## Generate crds/ from the API models
 	$(BIN)/prodrl-operator crds --write crds
+
+crds-release: crds ## Keep the CRDs as those of a release: make crds-release VERSION=x.y.z
+	$(BIN)/python -m tests.support.crd_diff $(VERSION)
 
 constraints: $(READY) ## Write constraints.txt from the environment
 	(sed -n 1p constraints.txt; $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sort -f) > constraints.new
