@@ -22,7 +22,7 @@ from prodrl.records import CompletionRecord
 
 DIGEST = "sha256:" + "ab" * 32
 MODEL_NAME = "tiny"
-START_SECONDS = 180
+START_SECONDS = 600
 
 # One thread and two processes instead of three; see docs/adr/0002.
 ENVIRONMENT = {

@@ -134,9 +134,9 @@ def listen(port: int = 0) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine, port: int = 0) -> AsyncIterator[FakeEngine]:
-    """Run the engine on loopback; ``engine.url`` is where."""
-    sock = listen(port)
+async def serving(engine: FakeEngine, sock: socket.socket | None = None) -> AsyncIterator[FakeEngine]:
+    """Run the engine on loopback, on the given bound socket or on one of its own; ``engine.url`` is where."""
+    sock = sock or listen()
     engine.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     config = uvicorn.Config(
         engine,

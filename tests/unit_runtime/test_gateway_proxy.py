@@ -110,13 +110,11 @@ async def test_a_fault_before_the_first_byte_is_retried(fault):
 
 
 async def test_a_server_that_comes_back_in_time_is_not_noticed():
-    sock = listen()
-    port = sock.getsockname()[1]
-    sock.close()
-    async with running(table(("a", f"http://127.0.0.1:{port}", 100)), connect_retry_seconds=30) as gw:
+    sock = listen()  # bound, not listening: whoever connects is refused, and the port stays ours
+    async with running(table(("a", f"http://127.0.0.1:{sock.getsockname()[1]}", 100)), connect_retry_seconds=30) as gw:
         call = asyncio.create_task(gw.chat("x"))
         await asyncio.sleep(0.3)
-        async with serving(FakeEngine(), port):
+        async with serving(FakeEngine(), sock):
             assert (await call).status == 200
 
 
