@@ -61,8 +61,9 @@ fmt: $(READY) ## Format and fix what ruff can fix
 type: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
-crds: $(READY) ## Generate crds/ from the API models
+crds: $(READY) ## Generate crds/, and the Helm chart's copy of it, from the API models
 	$(BIN)/prodrl-operator crds --write crds
+	$(BIN)/prodrl-operator crds --write manifests/helm/prodrl/files/crds
 
 crds-release: crds ## Keep the CRDs as those of a release: make crds-release VERSION=x.y.z
 	$(BIN)/python -m tests.support.crd_diff $(VERSION)

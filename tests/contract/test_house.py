@@ -16,8 +16,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_committed_crds_equal_the_models() -> None:
-    for name, found in crd.crds().items():
-        assert (ROOT / "crds" / name).read_text(encoding="utf-8") == crd.render(found), "run `make crds`"
+    for folder in (ROOT / "crds", ROOT / "manifests" / "helm" / "prodrl" / "files" / "crds"):
+        for name, found in crd.crds().items():
+            assert (folder / name).read_text(encoding="utf-8") == crd.render(found), "run `make crds`"
+
+
+def test_no_file_is_a_link() -> None:
+    """An archive, a package of Helm's or a checkout on Windows may turn a link into a file that holds a path."""
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*"))]
+    assert ROOT / "manifests" / "helm" / "prodrl" / "files" / "crds" / "prodrlruns.yaml" in paths
+    assert [str(path) for path in paths if path.is_symlink()] == []
 
 
 def test_the_folder_operator_never_shadows_the_standard_library() -> None:
