@@ -82,7 +82,7 @@ def run(
     cluster = connect(kubeconfig, context)
     options = Options(
         platform=Platform(runtime_image, serving_image, operator_namespace=own_namespace()),
-        namespaces=tuple(namespace) if namespace else None,
+        namespaces=tuple(dict.fromkeys(namespace)) if namespace else None,
         workers=workers,
         resync_seconds=resync_seconds,
         listen=listen,

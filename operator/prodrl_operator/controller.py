@@ -25,7 +25,14 @@ from prodrl_operator.api.run import Run, RunStatus
 from prodrl_operator.builders import Platform
 from prodrl_operator.cluster import port
 from prodrl_operator.cluster.port import Object, Watched, WatchEvent
-from prodrl_operator.errors import AlreadyExistsError, ConflictError, NotFoundError, OperatorError, UnreadableError
+from prodrl_operator.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+    OperatorError,
+    UnreadableError,
+)
 from prodrl_operator.gateway_admin import GatewayAdmin, HttpGatewayAdmin
 from prodrl_operator.names import Reason
 from prodrl_operator.observing import Observer, Snapshot
@@ -260,7 +267,14 @@ class Controller:
 
     def resync(self) -> None:
         """Make every run due: what a watch missed is found here. At first at once, then spread until the next time."""
-        self._cluster.renew()
+        try:
+            self._cluster.renew()
+        except ForbiddenError:
+            self._make_due()  # what may not be listed in one namespace must not keep the runs of the others waiting
+            raise
+        self._make_due()
+
+    def _make_due(self) -> None:
         runs = self._cluster.list(port.RUN, self._namespace)
         pause = self._resync_seconds / len(runs) if self._has_looked and runs else 0.0
         for index, raw in enumerate(runs):
@@ -275,7 +289,8 @@ class Controller:
                 delay = self._resync_seconds
             except Exception as exc:
                 self.results["resync_error"] += 1
-                delay = min(self._resync_seconds, RESYNC_RETRY_SECONDS)
+                is_lasting = isinstance(exc, ForbiddenError)  # until somebody grants it
+                delay = self._resync_seconds if is_lasting else min(self._resync_seconds, RESYNC_RETRY_SECONDS)
                 known = isinstance(exc, OperatorError)
                 _log.error("resync: %s; trying again in %g s", exc, delay, exc_info=None if known else exc)
 

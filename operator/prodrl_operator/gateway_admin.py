@@ -93,6 +93,8 @@ class HttpGatewayAdmin:
         """``GET /admin/status``, or what was answered to the last look."""
         replica = self._replica(url)
         if replica.asked is not None and _is_stale(replica.asked):
+            if replica.asked.result()[1] is not None:
+                self._set_silent(url, replica, is_silent=False)  # too late for its pass, but it speaks: wait for it
             replica.asked = None
         if replica.asked is None:
             replica.asked = self._submit(self._get(url))

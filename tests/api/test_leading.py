@@ -288,7 +288,9 @@ def test_two_that_both_act_make_nothing_twice(
             stack.enter_context(Supervised(world, client, skew=skew, lease_name=lease, resync_seconds=4.0))
         around_until(world, ApiWorld.is_finished, seconds=400.0)
         if share:
-            assert all(len(proxy.faults) > 10 for proxy in proxies)
+            # Who of the two acts more is chance, and so is how many of the faults each meets.
+            assert sum(len(proxy.faults) for proxy in proxies) > 10
+            assert all(proxy.faults for proxy in proxies)
         for proxy in proxies:
             proxy.rule = none
         assert all(num_writes(proxy) > 0 for proxy in proxies)

@@ -17,7 +17,7 @@ from prodrl_operator import names
 from prodrl_operator.builders import Platform
 from prodrl_operator.cluster import port
 from prodrl_operator.controller import Controller
-from prodrl_operator.errors import ConflictError
+from prodrl_operator.errors import ConflictError, ForbiddenError
 from prodrl_operator.gateway_admin import HttpGatewayAdmin
 from prodrl_operator.names import Step
 from prodrl_operator.observing import Observer, service_url
@@ -141,6 +141,20 @@ def test_routine_looks_are_spread_after_the_first() -> None:
         now.now = seconds
         assert given(it.controller.queue)
         assert it.controller.queue.get(0) is None
+
+
+def test_what_may_not_be_listed_somewhere_does_not_end_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = World()
+    while it.controller.queue.get(0):
+        pass
+
+    def refused() -> None:
+        raise ForbiddenError("no list of poddisruptionbudgets in namespace other")
+
+    monkeypatch.setattr(it.store, "renew", refused)
+    with pytest.raises(ForbiddenError):
+        it.controller.resync()
+    assert given(it.controller.queue) == NAME
 
 
 def test_times_that_were_overtaken_do_not_pile_up() -> None:

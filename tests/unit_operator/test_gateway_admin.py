@@ -117,6 +117,16 @@ def test_a_silent_replica_that_speaks_again_is_heard_by_a_later_look(replica):
     eventually(lambda: admin.status(replica.url) == {"version": "one"})
 
 
+def test_a_silent_replica_that_speaks_again_is_heard_though_looks_are_far_apart(replica, monkeypatch):
+    admin = HttpGatewayAdmin(timeout_seconds=60.0, patience_seconds=30.0)
+    known = admin._replica(replica.url)
+    admin._set_silent(replica.url, known, is_silent=True)
+    monkeypatch.setattr(gateway_admin, "FRESH_SECONDS", -1.0)  # every answer is too old for the next look
+    assert admin.status(replica.url) is None
+    eventually(known.asked.done)
+    assert admin.status(replica.url) == {"version": "one"}
+
+
 def test_an_old_answer_is_not_taken_for_a_new_one(replica, monkeypatch):
     admin = HttpGatewayAdmin(timeout_seconds=60.0, patience_seconds=0.2)
     replica.speaks.clear()
