@@ -24,7 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -246,20 +246,40 @@ def lab(context: typer.Context) -> None:
 
 def main() -> None:
     """The console script."""
+    leave(_run())
+
+
+def _run() -> int:
     try:
         code = app(standalone_mode=False)
     except RuntimeFault as exc:
         print(f"prodrl: {exc.reason}: {exc}", file=sys.stderr)
-        raise SystemExit(exc.exit_code) from exc
-    except typer.Abort as exc:
-        raise SystemExit(PreemptedError.exit_code) from exc
+        return exc.exit_code
+    except typer.Abort:
+        return PreemptedError.exit_code
     except Exception as exc:
         # Typer's own errors (an unknown flag, a missing option) show themselves, and mean wrong usage here.
         if not hasattr(exc, "show"):
             raise
         exc.show()
-        raise SystemExit(UsageError.exit_code) from exc
-    raise SystemExit(code if isinstance(code, int) else 0)
+        return UsageError.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process; one rank of several does so without taking the interpreter apart.
+
+    Gloo's threads outlive ``destroy_process_group`` while anything still refers to the group, and one that wants the
+    interpreter's lock during finalisation ends the process with SIGABRT (pytorch issue 190489): a step that was done
+    would count as a failed attempt.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def write_result(path: Path | None, result: Config) -> None:

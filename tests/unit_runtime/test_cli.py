@@ -317,3 +317,18 @@ def test_curves_are_the_rounds_metrics_in_order(
     assert _data(monkeypatch, "curves", "--store", local_config.uri) == 0
     steps = json.loads(capsys.readouterr().out)["steps"]
     assert steps == [{"round": 1, "step": 0}, {"round": 1, "step": 1}, {"round": 2, "step": 2}]
+
+
+@pytest.mark.parametrize(("word", "code"), [("--version", 0), ("--nonsense", 64)])
+@pytest.mark.parametrize(("world_size", "is_finalised"), [("1", True), ("2", False)])
+def test_one_rank_of_several_ends_before_the_interpreter_is_taken_apart(
+    word: str, code: int, world_size: str, is_finalised: bool
+) -> None:
+    program = "import atexit; from prodrl import cli; atexit.register(print, 'finalised'); cli.main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, word],
+        check=False, env=os.environ | {"WORLD_SIZE": world_size, "RANK": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == code
+    assert ("finalised" in ended.stdout) is is_finalised
+    assert "prodrl " in ended.stdout if code == 0 else "--nonsense" in ended.stderr  # what it said is not lost

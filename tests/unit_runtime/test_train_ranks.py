@@ -26,11 +26,13 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 PROGRAM = """
 import os, sys
+from prodrl.cli import leave
 from prodrl.config import TrainConfig
 from prodrl.progress import Progress
 from prodrl.train.loop import run
 for path, os.environ["MASTER_PORT"] in zip(sys.argv[1::2], sys.argv[2::2]):
     print(run(TrainConfig.read(path), Progress()).weights_digest)
+leave(0)
 """
 
 pytestmark = pytest.mark.timeout(600)  # importing torch twice at once, and three trainings
