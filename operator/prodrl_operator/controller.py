@@ -97,6 +97,8 @@ class Controller:
         """Verdicts written, by namespace, run and verdict; of runs that exist."""
         self.on_pass: Callable[[float], object] = lambda _: None
         """Told the length of every pass in seconds."""
+        self.may_act: Callable[[], bool] = lambda: True
+        """Asked before each act: who lost the Lease in the middle of a pass must not tell the gateways old news."""
 
     # One pass.
 
@@ -120,6 +122,8 @@ class Controller:
             return None
         decision = decide(snapshot.observed, now)
         self._push_routes(snapshot, decision)
+        if not self.may_act():
+            return None
         return self._carry_out(snapshot, decision, now)
 
     def _carry_out(self, snapshot: Snapshot, decision: Decision, now: datetime) -> float | None:
@@ -156,7 +160,7 @@ class Controller:
             return
         table = builders.route_table(decision.routes)
         for replica in snapshot.observed.replicas:
-            if replica.reachable and replica.version != table.version:
+            if replica.reachable and replica.version != table.version and self.may_act():
                 self._admin.push(replica.url, table)
 
     def _write(self, snapshot: Snapshot, decision: Decision) -> None:

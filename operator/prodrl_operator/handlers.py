@@ -15,11 +15,13 @@ from typing import Any
 
 import kopf
 from kubernetes.client import Configuration
+from kubernetes.client.rest import should_bypass_proxies
 
 from prodrl_operator import names
 from prodrl_operator.cluster import port
 from prodrl_operator.cluster.caching import OURS, WATCHED, CachedCluster
 from prodrl_operator.cluster.port import Kind
+from prodrl_operator.errors import InvalidError
 
 CONNECT_SECONDS, REQUEST_SECONDS = 10, 30
 SERVER_SECONDS, CLIENT_SECONDS = 300, 330
@@ -55,23 +57,43 @@ def _login(configuration: Configuration) -> Callable[..., kopf.ConnectionInfo]:
     """Asked again whenever the API server refuses the old credentials: a rotated token is read then."""
 
     def login(**_context: Any) -> kopf.ConnectionInfo:
-        bearer = configuration.get_api_key_with_prefix("authorization") or configuration.get_api_key_with_prefix(
-            "BearerToken"
-        )
-        scheme, _space, token = (bearer or "").rpartition(" ")
-        return kopf.ConnectionInfo(
-            server=configuration.host,
-            ca_path=configuration.ssl_ca_cert,
-            insecure=not configuration.verify_ssl,
-            scheme=scheme or None,
-            token=token or None,
-            username=configuration.username or None,
-            password=configuration.password or None,
-            certificate_path=configuration.cert_file,
-            private_key_path=configuration.key_file,
-        )
+        return connection_info(configuration)
 
     return login
+
+
+def connection_info(configuration: Configuration) -> kopf.ConnectionInfo:
+    """The watches' way to the API server: the one that all other requests go.
+
+    Raises:
+        InvalidError: The watches cannot go it.
+    """
+    proxy: str | None = configuration.proxy
+    if proxy and should_bypass_proxies(configuration.host, configuration.no_proxy or ""):
+        proxy = None
+    if proxy and not proxy.startswith(("http://", "https://")):
+        raise InvalidError(f"proxy-url: the watches go through HTTP proxies only, got {proxy!r}; name such a one")
+    if configuration.tls_server_name:
+        raise InvalidError(
+            f"tls-server-name: the watches cannot ask for another name than the server's own, got "
+            f"{configuration.tls_server_name!r}; name a server whose certificate has its address"
+        )
+    bearer = configuration.get_api_key_with_prefix("authorization") or configuration.get_api_key_with_prefix(
+        "BearerToken"
+    )
+    scheme, _space, token = (bearer or "").rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        proxy_url=proxy or None,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        scheme=scheme or None,
+        token=token or None,
+        username=configuration.username or None,
+        password=configuration.password or None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+    )
 
 
 def settings() -> kopf.OperatorSettings:

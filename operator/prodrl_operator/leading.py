@@ -2,7 +2,8 @@
 
 Nobody's clock is compared with another's. A holder is alive while its record changes; a record that has not changed
 for its duration, counted here from when it was first seen so, is free. The Lease keeps two operators from working
-against each other; that two never harm is the doing of names, resourceVersions and UIDs.
+against each other; that two never harm is the doing of names, resourceVersions and UIDs. The gateways' routes have no
+such fence: the controller asks whether it still leads right before it pushes them.
 """
 
 from __future__ import annotations

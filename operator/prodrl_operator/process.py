@@ -14,15 +14,16 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
 from prodrl_operator import handlers
 from prodrl_operator.builders import Platform
 from prodrl_operator.cluster import port
-from prodrl_operator.cluster.caching import CachedCluster
+from prodrl_operator.cluster.caching import LISTED, OURS, WATCHED, CachedCluster
 from prodrl_operator.cluster.kubernetes import KubernetesCluster
+from prodrl_operator.cluster.port import Kind
 from prodrl_operator.controller import RESYNC_RETRY_SECONDS, Controller, now_utc
 from prodrl_operator.errors import ClusterUnavailableError, ForbiddenError, OperatorError
 from prodrl_operator.gateway_admin import GatewayAdmin
@@ -86,15 +87,19 @@ class Process:
         self.controller = Controller(
             self.cached, options.platform, clock=clock, gateway_admin=gateway_admin, resync_seconds=EVERY_RUN_SECONDS
         )
+        self.controller.may_act = lambda: self.elector.is_leading
         # Pod name and a part of our own: a container that starts again in its pod is another process.
         identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
         # One request that hangs must not cost the Lease: there is time for another before the deadline.
         hurried = cluster.hurried(LEASE_CONNECT_SECONDS, LEASE_READ_SECONDS)
         self.elector = Elector(hurried, options.lease_namespace, options.lease_name, identity, clock=clock)
+        handlers.connection_info(cluster.api.configuration)  # what the watches could not use is said now
         self._namespaces = options.namespaces
         self._stop = threading.Event()
         self._has_failed = threading.Event()
         self._looked_at = time.monotonic()
+        self._renewed_at: float | None = None
+        """When the last resync that ended well began."""
         registry = metrics_of(self.controller, lambda: self.cached.list(port.RUN), self._facts)
         self.server = Server(options.listen, registry, {"/healthz": self._is_alive, "/readyz": self._is_ready})
 
@@ -151,7 +156,8 @@ class Process:
         while not self.cached.is_synced.wait(0.2):
             if self._stop.is_set():
                 return
-        if time.monotonic() - self._looked_at > FRESH_SECONDS:
+        renewed = self._renewed_at
+        if renewed is None or time.monotonic() - renewed > FRESH_SECONDS:
             try:
                 self.cached.renew()  # what is not watched may have changed since the last leader acted
             except OperatorError as exc:
@@ -161,11 +167,14 @@ class Process:
     def _keep_renewing(self) -> None:
         delay = 0.0
         while not self._stop.wait(delay):
+            begin = time.monotonic()
             try:
                 self.cached.renew()
+                self._renewed_at = begin
                 delay = self._options.resync_seconds
             except OperatorError as exc:
-                delay = RESYNC_RETRY_SECONDS
+                is_lasting = isinstance(exc, ForbiddenError)  # until somebody grants it
+                delay = self._options.resync_seconds if is_lasting else RESYNC_RETRY_SECONDS
                 _log.error("resync: %s; trying again in %g s", exc, delay)
             self._looked_at = time.monotonic()
 
@@ -187,14 +196,14 @@ class Process:
                 time.sleep(2.0)
 
     def _readable(self) -> tuple[str, ...] | None:
-        """The namespaces that we may look at: one whose Role is gone must not keep the others waiting."""
+        """The namespaces that we may look at: one whose Role lacks something must not keep the others waiting."""
         if self._options.namespaces is None:
-            self._look_at(None)
+            self._look_at(None, (port.RUN, port.ROUND))
             return None
         found, refusal = [], None
         for namespace in self._options.namespaces:
             try:
-                self._look_at(namespace)
+                self._look_at(namespace, (*WATCHED, *LISTED))
                 found.append(namespace)
             except ForbiddenError as exc:
                 refusal = exc
@@ -203,9 +212,9 @@ class Process:
             raise refusal
         return tuple(found)
 
-    def _look_at(self, namespace: str | None) -> None:
-        for kind in (port.RUN, port.ROUND):
-            self._cluster.list_metadata(kind, namespace)
+    def _look_at(self, namespace: str | None, kinds: Iterable[Kind]) -> None:
+        for kind in kinds:
+            self._cluster.list_metadata(kind, namespace, None if kind is port.RUN else OURS)
 
     def _await_first_look(self) -> None:
         """The watches begin with lists of their own; one after the other, the two need half the memory."""

@@ -90,10 +90,15 @@ def test_nothing_of_kopf_is_left_on_objects(world):
                 assert "annotations" not in obj["metadata"]
 
 
-def test_a_namespace_without_its_role_does_not_keep_the_others_waiting(api_server, world, caplog):
+@pytest.mark.parametrize("allowed", [(), ("prodrlruns", "prodrlrounds", "pods", "services")])
+def test_a_namespace_whose_role_lacks_something_does_not_keep_the_others_waiting(api_server, world, caplog, allowed):
     """The operator as its own manifests allow it, in one of the two namespaces that it is told to look after."""
     closed = f"{world.namespace}-closed"
     api_server.kubectl("create", "namespace", closed)
+    if allowed:
+        resources = ",".join(allowed)
+        api_server.kubectl("create", "role", "some", f"--resource={resources}", "--verb=list", "--namespace", closed)
+        api_server.kubectl("create", "rolebinding", "some", "--role=some", "--user=nobody", "--namespace", closed)
     for file in (KUSTOMIZE / "overlays" / "namespaced" / "role.yaml", KUSTOMIZE / "base" / "lease-role.yaml"):
         api_server.kubectl("apply", "--namespace", world.namespace, "-f", str(file))
     for role in ("prodrl-operator", "prodrl-operator-lease"):

@@ -460,3 +460,25 @@ def test_one_event_a_transition_on_the_run_and_on_the_round() -> None:
     assert found.count(("ProdRLRun", "chess", "StepTraining")) == 2, "one for each training round"
     assert found.count(("ProdRLRound", "chess-r0001", "Promoted")) == 1
     assert found.count(("ProdRLRun", "chess", "MaxRoundsReached")) == 1
+
+
+@pytest.mark.parametrize("lost_after", range(4))
+def test_who_lost_the_lease_in_the_middle_of_a_pass_acts_no_more(lost_after: int) -> None:
+    """Another operator may have promoted meanwhile: a route pushed now would be old news."""
+    it = World()
+    it.until(lambda w: w.at(1, Step.GATING))
+    it.gateway.routes, it.gateway.pushes = None, []
+    writes: list[Any] = []
+    it.store.on_mutation = lambda _, mutation: writes.append(mutation)
+    asked = 0
+
+    def may_act() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked <= lost_after
+
+    it.controller.may_act = may_act
+    it.controller.reconcile("default", NAME)
+    assert bool(it.gateway.pushes) is (lost_after > 0)
+    assert not writes or lost_after > 1
+    assert asked <= 2

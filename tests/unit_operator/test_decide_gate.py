@@ -330,6 +330,20 @@ def test_the_previous_policy_goes_early_when_no_conversation_is_left() -> None:
     assert DeleteServing(0) not in settled(unknown)[1].intents
 
 
+def test_the_previous_policy_stays_while_a_ready_replica_may_still_begin_conversations_on_it() -> None:
+    """It does not answer the operator, but users reach it: the routes that it has are the old ones."""
+    observed = runs.stored(promoting(), decide(promoting()))
+    promoted, _ = settled(observed)
+    for replicas, is_gone in (
+        (MUTE, False),
+        ((*promoted.replicas, *MUTE), False),
+        (promoted.replicas, True),
+        ((), True),
+    ):
+        _, decision = settled(dataclasses.replace(observed, replicas=replicas), seconds=3600)
+        assert (DeleteServing(0) in decision.intents) is is_gone, replicas
+
+
 # Blocks.
 
 

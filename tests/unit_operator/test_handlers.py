@@ -11,9 +11,12 @@ import pytest
 from kubernetes.client import Configuration
 
 from prodrl_operator import handlers, names
+from prodrl_operator.builders import Platform
 from prodrl_operator.cluster import port
 from prodrl_operator.cluster.caching import WATCHED, CachedCluster
 from prodrl_operator.cluster.kubernetes import KubernetesCluster
+from prodrl_operator.errors import InvalidError
+from prodrl_operator.process import Options, Process
 
 
 class AnsweredError(Exception):
@@ -62,3 +65,26 @@ def test_children_are_selected_by_the_server_and_runs_are_not() -> None:
         selected = made.watching.label_selectors.collect(resource)
         told = [] if kind is port.RUN else [f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY}"]
         assert selected == told, kind
+
+
+def test_the_watches_go_through_the_proxy_that_all_other_requests_go_through() -> None:
+    def way(**changes: Any) -> str | None:
+        return handlers.connection_info(Configuration(host="https://api.example:6443", **changes)).proxy_url
+
+    proxy = "http://proxy.example:3128"
+    assert way(proxy=proxy, no_proxy="") == proxy
+    assert way(proxy=proxy, no_proxy="other.example,.example") is None
+    assert way(proxy="", no_proxy="") is None
+
+
+def test_a_server_name_that_the_watches_cannot_ask_for_is_refused_before_anything_begins() -> None:
+    cluster = KubernetesCluster(Configuration(host="https://api.example:6443", tls_server_name="other.example"))
+    with pytest.raises(InvalidError, match=r"tls-server-name.*other\.example"):
+        Process(cluster, Options(platform=Platform(), listen="127.0.0.1:0"))
+
+
+def test_a_socks_proxy_is_named_whoever_is_asked_to_use_it() -> None:
+    configuration = Configuration(host="https://api.example:6443", proxy="socks5://proxy.example:1080", no_proxy="")
+    for use in (handlers.connection_info, KubernetesCluster):
+        with pytest.raises(InvalidError, match=r"proxy-url.*socks5://proxy\.example:1080"):
+            use(configuration)

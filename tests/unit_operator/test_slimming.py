@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from prodrl_operator.api.run import Run
-from prodrl_operator.cluster import port
+from prodrl_operator.cluster import port, slimming
 from prodrl_operator.cluster.caching import LISTED, WATCHED, CachedCluster
 from prodrl_operator.cluster.slimming import slim
 from prodrl_operator.names import Step
@@ -62,3 +62,14 @@ def test_what_is_left_out_is_most_of_it():
     children = [obj for kind in (*WATCHED[2:], *LISTED) for obj in world.store.list(kind)]
     assert {obj["kind"] for obj in children} >= {"Job", "Pod", "Deployment", "ConfigMap", "Service"}
     assert len(json.dumps([slim(obj) for obj in children])) < 0.5 * len(json.dumps(children))
+
+
+def test_strings_of_objects_that_are_gone_do_not_stay(monkeypatch):
+    monkeypatch.setattr(slimming, "MOST_SHARED", 100)
+    for number in range(1000):
+        metadata = {"name": f"pod-{number}", "labels": {"of": "".join(["one", "name"])}}
+        kept = slim({"apiVersion": "v1", "kind": "Pod", "metadata": metadata})
+        assert kept["metadata"] == metadata
+    assert len(slimming._known) <= 100
+    one, other = (slim({"apiVersion": "v1", "kind": "Pod", "metadata": {"uid": "".join(["a", "b"])}}) for _ in "12")
+    assert one["metadata"]["uid"] is other["metadata"]["uid"]

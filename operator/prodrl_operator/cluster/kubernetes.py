@@ -96,7 +96,12 @@ class KubernetesCluster:
             total=2, connect=2, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
         )
         configuration.connection_pool_maxsize = POOL_SIZE
-        self.api = ApiClient(configuration)
+        try:
+            self.api = ApiClient(configuration)
+        except ImportError as exc:
+            raise InvalidError(
+                f"proxy-url: {exc}, got {configuration.proxy!r}; install PySocks, or name an HTTP proxy"
+            ) from exc
         self.default_namespace = default_namespace
         self.connect_seconds, self.read_seconds = CONNECT_SECONDS, READ_SECONDS
         """No connection and no answer is waited for longer."""

@@ -6,7 +6,6 @@ because they are sent back with a new status; of a child its metadata, its statu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +27,10 @@ METADATA_FIELDS = (
 )
 LONGEST_SHARED = 80
 """Longer strings are rarely the same twice."""
+MOST_SHARED = 65_536
+"""Then all are forgotten: those of objects that are gone must not stay, as they do in what ``sys.intern`` keeps."""
+
+_known: dict[str, str] = {}
 
 
 def slim(obj: Object) -> Object:
@@ -73,7 +76,13 @@ def _of(obj: Object, fields: Iterable[str]) -> Object:
 
 def _shared(value: Any) -> Any:
     if isinstance(value, dict):
-        return {sys.intern(name): _shared(item) for name, item in value.items()}
+        return {_same(name): _shared(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_shared(item) for item in value]
-    return sys.intern(value) if isinstance(value, str) and len(value) <= LONGEST_SHARED else value
+    return _same(value) if isinstance(value, str) and len(value) <= LONGEST_SHARED else value
+
+
+def _same(text: str) -> str:
+    if len(_known) >= MOST_SHARED:
+        _known.clear()
+    return _known.setdefault(text, text)

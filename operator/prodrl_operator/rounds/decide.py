@@ -211,11 +211,13 @@ def _requeue(observed: Observed, now: datetime, outcome: Outcome | None) -> floa
     waits = [] if outcome is None or outcome.requeue_after_seconds is None else [outcome.requeue_after_seconds]
     # The gateway tells nobody when it applied its routes or when a conversation ended.
     behind = [replica for replica in observed.replicas if replica.version != observed.routes_version]
-    if traffic.is_draining(observed, now) or any(replica.reachable for replica in behind):
+    if any(replica.reachable for replica in behind):
         waits.append(LOOK_SECONDS)
-    elif behind and _has_moved_lately(observed, now):
+    elif behind:
         # Later the resync will do: at thousands of runs, looking at those that do not answer would be all we do.
-        waits.append(UNREACHABLE_SECONDS)
+        waits += [UNREACHABLE_SECONDS] if _has_moved_lately(observed, now) else []
+    elif traffic.is_draining(observed, now):
+        waits.append(LOOK_SECONDS)
     return min(waits, default=None)
 
 

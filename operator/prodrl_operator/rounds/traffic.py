@@ -76,13 +76,15 @@ def _awaits_person(status: RoundStatus) -> bool:
 
 
 def is_draining(observed: Observed, now: datetime) -> bool:
-    """Whether conversations may still go on with the policy before the last promotion."""
+    """Whether conversations may still go on with the policy before the last promotion, or new ones begin on it."""
     status = observed.run.status
     if status.previous is None or status.stable is None:
         return False
     servers = observed.servings.get(status.previous.round)
     if servers is None or servers.deleting:
         return False
+    if not all(replica.version in observed.settled_versions for replica in observed.replicas):
+        return True  # a ready replica that does not answer us sends users there, for however long
     made_stable = observed.stable_round
     seconds = (made_stable.spec.settings if made_stable else observed.run.spec).serving.drain_seconds
     if times.elapsed_seconds(status.stable.since, now) >= seconds:
