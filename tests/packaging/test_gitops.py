@@ -82,6 +82,8 @@ def deleted(obj: Object) -> Object:
 
 HEALTHY = run(Ready="True", Stalled="False", Progressing="True/Training")
 STALLED = run(Ready="True", Stalled="True/GateBlocked", Progressing="False")
+STALLED["status"]["haltedRound"] = 3
+WAITING = run(Ready="True", Progressing=f"True/{Reason.AWAITING_APPROVAL}")
 CASES = [
     ("healthy while rounds turn", HEALTHY, "Healthy"),
     ("deleting before anything else", deleted(STALLED), "Progressing"),
@@ -191,6 +193,7 @@ def test_actions_are_offered_where_they_make_sense() -> None:
     assert allowed(run(number=0, Ready="False")) == {"suspend"}
     assert allowed(STALLED) == {"abort", "retry", "suspend"}
     assert allowed(run(Stalled=f"True/{Reason.INVALID_SPEC}")) == {"abort", "suspend"}
+    assert allowed(run(Stalled=f"True/{Reason.IMAGE_PULL}")) == {"abort", "suspend"}, "it goes on once cured"
     assert allowed(run(suspend=True)) == {"abort", "resume"}
     assert allowed(run(Progressing=f"True/{Reason.AWAITING_APPROVAL}")) == {"abort", "approve", "suspend"}
     assert "approve" in allowed(run(Stalled=f"True/{Reason.GATE_INCONCLUSIVE}"))
@@ -207,7 +210,7 @@ def test_actions_are_offered_where_they_make_sense() -> None:
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_an_action_writes_spec_and_nothing_else(name: str) -> None:
-    before = run(Ready="True")
+    before = {"approve": WAITING, "retry": STALLED}.get(name, run(Ready="True"))
     after = act(name, before)
     assert {key: value for key, value in after.items() if key != "spec"} == {
         key: value for key, value in before.items() if key != "spec"
@@ -217,9 +220,45 @@ def test_an_action_writes_spec_and_nothing_else(name: str) -> None:
 
 
 def test_actions_keep_other_requests() -> None:
-    before = run(Ready="True")
+    before = copy.deepcopy(WAITING)
     before["spec"]["requests"] = {"retryToken": "old", "abortRound": 1}
     assert act("approve", before)["spec"]["requests"] == {"retryToken": "old", "abortRound": 1, "approveRound": 3}
+
+
+def promoted_last() -> Object:
+    obj = run(Ready="True")
+    obj["status"]["currentRound"]["step"] = "Promoted"
+    return obj
+
+
+def being_promoted() -> Object:
+    obj = run(Ready="True")
+    obj["status"]["stable"] = {"round": 3}
+    return obj
+
+
+@pytest.mark.parametrize(
+    ("name", "obj", "why"),
+    [
+        ("approve", HEALTHY, "nothing to approve"),
+        ("approve", STALLED, "nothing to approve"),
+        ("approve", run(number=0, Progressing=f"True/{Reason.AWAITING_APPROVAL}"), "nothing to approve"),
+        ("approve", {"metadata": {"generation": 1}, "spec": {}}, "nothing to approve"),
+        ("abort", promoted_last(), "nothing to abort"),
+        ("abort", being_promoted(), "round 3 is stable already"),
+        ("abort", run(number=0), "nothing to abort"),
+        ("abort", {"metadata": {"generation": 1}, "spec": {}}, "nothing to abort"),
+        ("retry", HEALTHY, "not stalled"),
+        ("retry", run(Stalled=f"True/{Reason.IMAGE_PULL}"), "cannot cure ImagePullFailed: Stalled says so"),
+        ("retry", run(Stalled=f"True/{Reason.INVALID_SPEC}"), "cannot cure InvalidSpec"),
+        ("retry", {"metadata": {"generation": 1}, "spec": {}}, "not stalled"),
+    ],
+)
+def test_an_action_of_a_menu_that_is_too_old_is_refused(name: str, obj: Object, why: str) -> None:
+    """Argo CD asks the discovery script for its menu only; the action runs on the object as it is by then."""
+    assert name not in allowed(obj)
+    with pytest.raises(lupa.lua51.LuaError, match=why):
+        act(name, obj)
 
 
 def applied(it: World, name: str) -> None:

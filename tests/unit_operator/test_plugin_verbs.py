@@ -10,6 +10,7 @@ import yaml
 
 from prodrl_operator.cluster import port
 from prodrl_operator.cluster.local import podspec
+from prodrl_operator.errors import ForbiddenError
 from prodrl_operator.names import Reason, Step
 from tests.support.fake_kubelet import Outcome
 from tests.support.operator_harness import World, all_well, blocking, result
@@ -172,6 +173,43 @@ def test_retry_refuses_where_it_would_do_nothing(kubectl: Start) -> None:
     used = call("retry", "chess", "--token", "again")
     assert used.code == 2
     assert "was used before" in used.err
+
+
+def test_a_stall_that_goes_on_once_it_is_cured_is_not_retried(kubectl: Start) -> None:
+    world = collecting()
+    world.deployments = lambda item: "InvalidImageName" if "gateway" in item["metadata"]["name"] else True
+    world.until(lambda w: w.is_true("Stalled"))
+    call = kubectl(world)
+    seen = call("status").out
+    assert "the loop then goes on by itself" in seen
+    assert "prodrl retry" not in seen
+    refused = call("retry", "chess")
+    assert refused.code == 2
+    assert "a retry cannot cure ImagePullFailed: the gateway cannot run" in refused.err
+    assert call.store.managers == []
+    world.deployments = lambda item: True
+    world.until(lambda w: not w.is_true("Stalled"))
+
+
+@pytest.mark.parametrize("words", [("approve", "chess"), ("abort", "chess"), ("retry", "chess")])
+def test_who_may_not_see_rounds_is_told_so_and_not_that_there_are_none(
+    kubectl: Start, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    world = World(script=blocking(1))
+    world.until(lambda w: w.is_true("Stalled"))
+    call = kubectl(world)
+    listed = call.store.list
+
+    def refused(kind: port.Kind, *rest: Any) -> port.Objects:
+        if kind == port.ROUND:
+            raise ForbiddenError("prodrlrounds is forbidden")
+        return listed(kind, *rest)
+
+    monkeypatch.setattr(call.store, "list", refused)
+    done = call(*words)
+    assert done.code == 2
+    assert "you may not list prodrlrounds" in done.err
+    assert call.store.managers == []
 
 
 def test_settings_that_the_api_server_refuses_are_cured_by_the_spec_not_by_a_retry(kubectl: Start) -> None:

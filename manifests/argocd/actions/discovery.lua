@@ -20,12 +20,17 @@ local in_work = current ~= nil and current.number > 0 and not ended[current.step
 local stable = obj.status ~= nil and obj.status.stable or nil
 local committed = in_work and stable ~= nil and stable.round == current.number
 
+-- What else stalls a run goes on by itself once its cause is cured.
+local failed = current ~= nil and current.step == "Failed"
+local halted = obj.status ~= nil and obj.status.haltedRound ~= nil
+local retried = stalled and (failed or halted or stalled_reason == "GateInconclusive")
+
 local actions = {}
 actions["abort"] = { ["disabled"] = not in_work or committed }
 actions["approve"] = {
   ["disabled"] = not (in_work and (doing == "AwaitingApproval" or stalled_reason == "GateInconclusive")),
 }
-actions["retry"] = { ["disabled"] = not stalled or stalled_reason == "InvalidSpec" or deleting }
+actions["retry"] = { ["disabled"] = not retried or stalled_reason == "InvalidSpec" or deleting }
 actions["suspend"] = { ["disabled"] = suspended or deleting }
 actions["resume"] = { ["disabled"] = not suspended or deleting }
 return actions

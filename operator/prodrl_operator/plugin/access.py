@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prodrl_operator.cluster.port import Kind, Object, Objects
@@ -91,9 +92,14 @@ def connect(kubeconfig: str | None = None, context: str | None = None) -> Access
     """
     from prodrl_operator.cluster import kubernetes  # noqa: PLC0415  (a second of imports, not for --help)
 
-    # $KUBECONFIG goes before a pod's own service account, as in kubectl.
-    cluster = kubernetes.connect(kubeconfig or os.environ.get("KUBECONFIG") or None, context)
+    # Any kubeconfig goes before a pod's own service account, as in kubectl.
+    cluster = kubernetes.connect(kubeconfig or os.environ.get("KUBECONFIG") or _own_kubeconfig(), context)
     return Access(cluster, KubernetesPods(cluster), cluster.default_namespace)
+
+
+def _own_kubeconfig() -> str | None:
+    path = Path.home() / ".kube" / "config"
+    return str(path) if path.is_file() and path.stat().st_size > 0 else None
 
 
 class KubernetesPods:

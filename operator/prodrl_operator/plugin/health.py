@@ -85,6 +85,20 @@ def awaits_approval(this: RoundLook | None) -> bool:
     return this.status.reason == Reason.AWAITING_APPROVAL or this.status.gate.verdict == Verdict.INCONCLUSIVE
 
 
+def answers_retry(look: Look) -> bool:
+    """Whether a new retry token changes anything: as ``rounds.requests.retry`` and ``rounds.decide`` read it."""
+    current = look.current
+    if current is not None and current.status.step == Step.FAILED:
+        return True
+    if (
+        current is not None
+        and current.status.step == Step.GATING
+        and current.status.gate.verdict == Verdict.INCONCLUSIVE
+    ):
+        return True
+    return look.status.halted_round is not None
+
+
 def command(look: Look, *words: str) -> str:
     """A command as a person would type it."""
     return " ".join(["kubectl prodrl", *words, "-n", look.namespace])
@@ -141,10 +155,12 @@ def _unstall(look: Look, stalled: Said) -> tuple[Advice, ...]:
         return (Advice(BY_HAND[stalled.reason]),)
     if stalled.reason == Reason.INVALID_CONFIGURATION and not _has_failed(current):
         return _refused(look, current)
-    if current is not None and current.status.step == Step.GATING:
-        return (Advice("measure again", retry), *_decide(look, current.number))
     if current is not None and current.status.step == Step.FAILED:
         return _failed(look, current, stalled.reason)
+    if stalled.reason == Reason.GATE_INCONCLUSIVE and current is not None and awaits_approval(current):
+        return (Advice("measure again", retry), *_decide(look, current.number))
+    if look.status.halted_round is None:
+        return (Advice("cure what the message names; the loop then goes on by itself"),)
     return (
         Advice("read why", command(look, "rounds", look.name)),
         Advice(f"then begin the next round from the checkpoint of round {look.status.lineage_round}", retry),

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from prodrl_operator.errors import InvalidError
+from prodrl_operator.cluster.port import ROUND
+from prodrl_operator.errors import ForbiddenError, InvalidError
 from prodrl_operator.names import TERMINAL, Condition, Reason, Step
-from prodrl_operator.plugin.health import awaits_approval
+from prodrl_operator.plugin.health import answers_retry, awaits_approval
 from prodrl_operator.plugin.looking import Look, RoundLook
 
 MAX_TOKEN = 64
@@ -85,10 +86,10 @@ def retry(look: Look, token: str) -> Change:
         raise InvalidError(f"{_run(look)}: is not stalled; there is nothing to retry")
     if stalled.reason == Reason.INVALID_SPEC:
         raise InvalidError(f"{_run(look)}: a retry cannot cure its spec: {stalled.message}; correct the spec")
-    current = look.current
-    is_live = current is not None and current.status.step not in (Step.FAILED, Step.GATING)
-    if stalled.reason == Reason.INVALID_CONFIGURATION and is_live:
-        raise InvalidError(f"{_run(look)}: a retry cannot cure its settings: {stalled.message}")
+    _must_see_rounds(look)
+    if not answers_retry(look):
+        what = "its settings" if stalled.reason == Reason.INVALID_CONFIGURATION else stalled.reason
+        raise InvalidError(f"{_run(look)}: a retry cannot cure {what}: {stalled.message}")
     if look.status.handled_requests.retry_token == token:
         raise InvalidError(f"{_run(look)}: retryToken {token!r} was used before and does nothing more; choose another")
     change = Change({"requests": {"retryToken": token}}, _retried(look))
@@ -106,6 +107,7 @@ def _retried(look: Look) -> str:
 
 def _current(look: Look, number: int | None, verb: str) -> RoundLook:
     """The round that is meant, which must be the current one: the operator acts on no other."""
+    _must_see_rounds(look)
     current = look.current
     if current is None:
         raise InvalidError(f"{_run(look)}: has no round in work; there is nothing to {verb}")
@@ -115,6 +117,11 @@ def _current(look: Look, number: int | None, verb: str) -> RoundLook:
             f"leave the number out or name {current.number}"
         )
     return current
+
+
+def _must_see_rounds(look: Look) -> None:
+    if ROUND.plural in look.hidden:
+        raise ForbiddenError(f"{_run(look)}: you may not list {ROUND.plural}; ask for the verb list on them")
 
 
 def _checked(look: Look, change: Change, field: str, value: int | str) -> Change:
