@@ -39,7 +39,7 @@ BUCKET = "prodrl"
 WORKLOADS = {"serving": "serving"} | dict.fromkeys(("gateway", "collect", "training", "export", "evaluate"), "runtime")
 """Parts of the spec, and the image that their pods run."""
 REAL_IMAGES = "PRODRL_WORKLOAD_IMAGES"
-"""A folder with runtime.tar, or it and serving.tar (whose pods fetch from it), of scripts/images: pods run from them."""
+"""A folder with runtime.tar, or it and serving.tar (its pods fetch from the former), made by scripts/images."""
 SMALL: Object = {"rounds": {"max": 5, "steps": 4, "batchSize": 16}}
 HARM: Object = {"spec": {"training": {"optimizer": {"maximise": False, "learningRate": "5e-3"}}}}
 USERS = """
