@@ -209,6 +209,9 @@ def test_who_may_not_see_rounds_is_told_so_and_not_that_there_are_none(
     done = call(*words)
     assert done.code == 2
     assert "you may not list prodrlrounds" in done.err
+    seen = call("status").out
+    assert "ask for the verb list on prodrlrounds" in seen
+    assert "goes on by itself" not in seen
     assert call.store.managers == []
 
 

@@ -7,9 +7,10 @@ from enum import StrEnum
 
 from prodrl_operator.api.model import Condition as Said
 from prodrl_operator.builders.metadata import STEP_WORDS
-from prodrl_operator.names import Condition, Reason, Step, Verdict
+from prodrl_operator.cluster.port import ROUND
+from prodrl_operator.names import Condition, Reason, Step
 from prodrl_operator.plugin.looking import Look, RoundLook
-from prodrl_operator.rounds import failures, transitions
+from prodrl_operator.rounds import failures, requests, transitions
 
 
 class State(StrEnum):
@@ -80,23 +81,17 @@ def judge(look: Look) -> Health:
 
 def awaits_approval(this: RoundLook | None) -> bool:
     """Whether this round stands until a person approves it."""
-    if this is None or this.status.step != Step.GATING:
+    if this is None:
         return False
-    return this.status.reason == Reason.AWAITING_APPROVAL or this.status.gate.verdict == Verdict.INCONCLUSIVE
+    is_asked = this.status.step == Step.GATING and this.status.reason == Reason.AWAITING_APPROVAL
+    return is_asked or requests.is_inconclusive(this.status)
 
 
 def answers_retry(look: Look) -> bool:
     """Whether a new retry token changes anything: as ``rounds.requests.retry`` and ``rounds.decide`` read it."""
     current = look.current
-    if current is not None and current.status.step == Step.FAILED:
-        return True
-    if (
-        current is not None
-        and current.status.step == Step.GATING
-        and current.status.gate.verdict == Verdict.INCONCLUSIVE
-    ):
-        return True
-    return look.status.halted_round is not None
+    is_answered = current is not None and (_has_failed(current) or requests.is_inconclusive(current.status))
+    return is_answered or look.status.halted_round is not None
 
 
 def command(look: Look, *words: str) -> str:
@@ -159,8 +154,10 @@ def _unstall(look: Look, stalled: Said) -> tuple[Advice, ...]:
         return _failed(look, current, stalled.reason)
     if stalled.reason == Reason.GATE_INCONCLUSIVE and current is not None and awaits_approval(current):
         return (Advice("measure again", retry), *_decide(look, current.number))
-    if look.status.halted_round is None:
-        return (Advice("cure what the message names; the loop then goes on by itself"),)
+    is_hidden = ROUND.plural in look.hidden
+    if is_hidden or look.status.halted_round is None:
+        seeing = f"see the rounds to know more: ask for the verb list on {ROUND.plural}"
+        return (Advice(seeing if is_hidden else "cure what the message names; the loop then goes on by itself"),)
     return (
         Advice("read why", command(look, "rounds", look.name)),
         Advice(f"then begin the next round from the checkpoint of round {look.status.lineage_round}", retry),

@@ -5,7 +5,7 @@ Each names what it is about, so that Git can hold it for ever: once handled it d
 
 from __future__ import annotations
 
-from prodrl_operator.api.round import GateStatus
+from prodrl_operator.api.round import GateStatus, RoundStatus
 from prodrl_operator.api.run import HandledRequests
 from prodrl_operator.names import Reason, Step, Verdict
 from prodrl_operator.rounds import times, transitions
@@ -71,9 +71,12 @@ def retry(turn: Turn) -> Outcome | None:
     """A failed round goes on from the step that failed; an inconclusive gate is measured again."""
     if turn.status.step == Step.FAILED:
         return _resume(turn, _resume_step(turn))
-    if turn.status.step == Step.GATING and turn.status.gate.verdict == Verdict.INCONCLUSIVE:
-        return _measure_again(turn)
-    return None
+    return _measure_again(turn) if is_inconclusive(turn.status) else None
+
+
+def is_inconclusive(status: RoundStatus) -> bool:
+    """Whether the gate measured and could not tell: a person approves, or a retry measures again."""
+    return status.step == Step.GATING and status.gate.verdict == Verdict.INCONCLUSIVE
 
 
 def _resume_step(turn: Turn) -> Step:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from prodrl_operator.api.round import Round
-from prodrl_operator.names import Reason, Step, Verdict
-from prodrl_operator.rounds import accounting, failures
+from prodrl_operator.names import Reason, Step
+from prodrl_operator.rounds import accounting, failures, requests
 from prodrl_operator.rounds.failures import Cause
 from prodrl_operator.rounds.observed import DeploymentView, Hindrance, Observed
 
@@ -42,8 +42,7 @@ def stall(observed: Observed, now: datetime) -> Hindrance | None:
         remedy = f"; or set requests.abortRound: {current.spec.number} to go on with another round"
         text = f"round {current.spec.number}: {current.status.message}"
         return Hindrance(reason, text + (remedy if current.spec.number > 0 else ""))
-    is_gating = current is not None and current.status.step == Step.GATING
-    if current is not None and is_gating and current.status.gate.verdict == Verdict.INCONCLUSIVE:
+    if current is not None and requests.is_inconclusive(current.status):
         return Hindrance(Reason.GATE_INCONCLUSIVE, f"round {current.spec.number}: {current.status.message}")
     return None if accounting.is_complete(observed) else _halt(observed)
 
