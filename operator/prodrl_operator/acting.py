@@ -24,8 +24,6 @@ from prodrl_operator.observing import Snapshot, is_orphan_of_ours, owner_uid
 from prodrl_operator.rounds import decision as intents
 from prodrl_operator.rounds.observed import Hindrance
 
-SERVING_KINDS = (port.PDB, port.CONFIG_MAP, port.SERVICE, port.DEPLOYMENT)
-"""In the order of deletion: the trigger of the next pass goes last."""
 OPTIONAL_KINDS = (port.PDB.kind, port.NETWORK_POLICY.kind)
 """Kinds whose objects a change of settings may make superfluous."""
 
@@ -164,7 +162,7 @@ class Actor:
 
     def _delete_serving(self, snapshot: Snapshot, intent: intents.DeleteServing) -> bool:
         name = builders.serving_name(snapshot.observed.run.metadata["name"], intent.number)
-        kinds = (port.DEPLOYMENT,) if intent.only_deployment else SERVING_KINDS
+        kinds = (port.DEPLOYMENT,) if intent.only_deployment else observing.KINDS_OF_SERVERS
         return any(self._delete_child(snapshot, kind, name) for kind in kinds)
 
     def _orphan_serving(self, snapshot: Snapshot, intent: intents.OrphanServing) -> bool:
@@ -209,11 +207,28 @@ class Actor:
         )
         this = observed.rounds[intent.number]
         manifests = builders.step_job(observed.run, this, intent.step, intent.attempt, inputs, self._platform)
+        if self._known(snapshot, manifests[-1]) is None:
+            self._check_alone(this, intent, manifests[-1])
         return any(self._create(snapshot, item, KINDS[item["kind"]]) for item in manifests)
 
+    def _check_alone(self, this: Round, intent: intents.EnsureJob, manifest: Object) -> None:
+        """Jobs and pods are watched apart: a Job may be seen to go before its pods were ever seen.
+
+        Two attempts at once would write the same objects.
+        """
+        metadata = manifest["metadata"]
+        # Not by run, which would be answered from what the watches have shown.
+        told = (names.LABEL_MANAGED_BY, names.LABEL_COMPONENT, names.LABEL_ROUND, names.LABEL_STEP)
+        labels = {name: metadata["labels"][name] for name in told}
+        live = observing.live_pods(this.spec.run, self._cluster.list(port.POD, metadata["namespace"], labels))
+        found = next((pods[0] for key, pods in sorted(live.items())), None)
+        if found is None or self._cluster.get(port.JOB, metadata["namespace"], metadata["name"]) is not None:
+            return
+        raise NotYetError(f"{_where(found)}: of an attempt at {intent.step} of round {intent.number}, has not ended")
+
     def _delete_job(self, snapshot: Snapshot, intent: intents.DeleteJob) -> bool:
-        propagation: Propagation = "Foreground" if intent.with_pods else "Background"
-        return self._delete_child(snapshot, port.JOB, self._job_name(snapshot, intent), propagation)
+        # It stays until its pods are gone: what comes after it waits for that.
+        return self._delete_child(snapshot, port.JOB, self._job_name(snapshot, intent), "Foreground")
 
     def _suspend_job(self, snapshot: Snapshot, intent: intents.SuspendJob) -> bool:
         name = self._job_name(snapshot, intent)
@@ -325,7 +340,9 @@ class Actor:
         live, run = snapshot.children.get((kind.kind, name)), snapshot.observed.run
         owners = {run.metadata["uid"], *(o["metadata"]["uid"] for o in snapshot.rounds.values())}
         # Until this run has a stable policy, what an earlier run of its name left goes on serving.
-        is_orphan = live is not None and kind in SERVING_KINDS and is_orphan_of_ours(live, run.metadata["name"])
+        is_orphan = (
+            live is not None and kind.kind in observing.SERVING_KINDS and is_orphan_of_ours(live, run.metadata["name"])
+        )
         is_ours = is_orphan and run.status.stable is not None
         if live is None or not (is_ours or owner_uid(live) in owners):
             return False

@@ -7,7 +7,7 @@ that carries our labels but belongs to another, or to an earlier run of the same
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
@@ -23,19 +23,37 @@ from prodrl_operator.cluster.port import Cluster, Kind, Object
 from prodrl_operator.errors import UnreadableError
 from prodrl_operator.gateway_admin import GatewayAdmin
 from prodrl_operator.names import Step
-from prodrl_operator.pods import HELD_UP, deployment_view, held_up, is_told, is_under_way, job_view, lost
+from prodrl_operator.pods import (
+    HELD_UP,
+    deployment_view,
+    held_up,
+    is_over,
+    is_told,
+    is_under_way,
+    job_view,
+    lost,
+    pods_wanted,
+)
 from prodrl_operator.rounds import traffic
-from prodrl_operator.rounds.observed import CanaryLook, DeploymentView, GatewayReplica, JobKey, JobView, Observed
+from prodrl_operator.rounds.observed import (
+    CanaryLook,
+    DeploymentView,
+    GatewayReplica,
+    JobKey,
+    JobView,
+    LivePods,
+    Observed,
+)
 
 View = TypeVar("View", JobView, DeploymentView)
 
 CHILD_KINDS = (port.JOB, port.POD, port.DEPLOYMENT, port.SERVICE, port.CONFIG_MAP, port.PDB, port.NETWORK_POLICY)
-SERVING_KINDS = frozenset(
-    kind.kind for kind in (port.DEPLOYMENT, port.SERVICE, port.CONFIG_MAP, port.PDB, port.NETWORK_POLICY)
-)
+KINDS_OF_SERVERS = (port.PDB, port.CONFIG_MAP, port.SERVICE, port.DEPLOYMENT)
+"""What a policy's servers are made of, in the order of deletion: the trigger of the next pass goes last."""
+SERVING_KINDS = frozenset(kind.kind for kind in (*KINDS_OF_SERVERS, port.NETWORK_POLICY))
 """Of what serves users: the gateway and the policies' servers."""
 FAILED_CREATE_SECONDS = 15.0
-"""A Job without pods after so long: its events are asked why."""
+"""A Job that lacks pods after so long: its events are asked why."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +138,13 @@ class Observer:
             run=run,
             rounds=parsed,
             jobs=self._jobs(ours, pods, steps, now),
+            pods=_live(name, pods, now),
             # What a lost node holds is no use to anybody, and not waited for.
             servings={
                 number: self._mounted(view, _pods_of(pods, "serving", str(number)), now)
                 for number, view in _servings(ours, [pod for pod in pods if not lost([pod], now)]).items()
             },
+            remnants=_remnants(ours),
             urls={
                 number: service_url(obj)
                 for obj in ours.of(port.SERVICE, "serving")
@@ -145,12 +165,13 @@ class Observer:
             if key is None:
                 continue
             its_pods = [pod for pod in pods if owner_uid(pod) == uid]
-            view = dataclasses.replace(job_view(obj, its_pods), lost=lost(its_pods, now))
+            view = job_view(obj, its_pods)
             # How an older Job ended is not asked again.
             is_judged = view.state in ("Succeeded", "Failed") and steps.get(key[0]) == key[1]
             if is_judged and (not is_told(obj, its_pods) or is_under_way(its_pods)):
                 view = job_view(obj, self._pods_now(obj))
-            jobs[key] = self._mounted(view if its_pods else self._explained(view, obj, now), its_pods, now)
+            is_short = len(its_pods) < pods_wanted(obj)
+            jobs[key] = self._mounted(self._explained(view, obj, now) if is_short else view, its_pods, now)
         return jobs
 
     def _gateway(self, ours: _Ours, pods: list[Object], now: datetime) -> DeploymentView | None:
@@ -180,7 +201,7 @@ class Observer:
     def _explained(self, view: JobView, obj: Object, now: datetime) -> JobView:
         """A Job whose pods cannot be created says so in events only."""
         is_silent = view.state == "Pending" and not view.waiting and not view.suspended
-        if not is_silent or view.created is None or (now - view.created).total_seconds() < FAILED_CREATE_SECONDS:
+        if not is_silent or view.begun is None or (now - view.begun).total_seconds() < FAILED_CREATE_SECONDS:
             return view
         for event in self._cluster.events_of(obj):
             if event.get("reason") == "FailedCreate":
@@ -230,12 +251,33 @@ def _round_of(obj: Object) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
-def _key_of(job: Object) -> JobKey | None:
-    labels, number = job["metadata"].get("labels", {}), _round_of(job)
+def _key_of(obj: Object) -> JobKey | None:
+    """Of a Job, or of one of its pods."""
+    labels, number = obj["metadata"].get("labels", {}), _round_of(obj)
     step, attempt = labels.get(names.LABEL_STEP), labels.get(names.LABEL_ATTEMPT, "")
     if number is None or step not in {known.value for known in Step} or not attempt.isdecimal():
         return None
     return number, Step(step), int(attempt)
+
+
+def live_pods(run_name: str, pods: Iterable[Object]) -> dict[JobKey, list[Object]]:
+    """Those that have not ended, by attempt: who deletes a Job may leave its pods, for a while or for good.
+
+    Told by the Job's name, which its controller writes on them, so that a copy made for debugging is not one of them.
+    """
+    found: dict[JobKey, list[Object]] = {}
+    for pod in pods:
+        key = _key_of(pod)
+        if key is None or is_over(pod):
+            continue
+        if pod["metadata"]["labels"].get(names.LABEL_JOB_NAME) == builders.job_name(run_name, *key):
+            found.setdefault(key, []).append(pod)
+    return found
+
+
+def _live(run_name: str, pods: list[Object], now: datetime) -> dict[JobKey, LivePods]:
+    found = live_pods(run_name, pods).items()
+    return {key: LivePods(its[0]["metadata"]["name"], lost(its, now)) for key, its in found}
 
 
 @dataclass(frozen=True)
@@ -262,6 +304,11 @@ def _pods_of(pods: list[Object], component: str, number: str | None = None) -> l
         if labels.get(names.LABEL_COMPONENT) == component and labels.get(names.LABEL_ROUND) == number:
             found.append(pod)
     return found
+
+
+def _remnants(ours: _Ours) -> frozenset[int]:
+    found = [obj for kind in (port.CONFIG_MAP, port.PDB) for obj in ours.of(kind, "serving")]
+    return frozenset(number for obj in found if (number := _round_of(obj)) is not None)
 
 
 def _servings(ours: _Ours, pods: list[Object]) -> dict[int, DeploymentView]:

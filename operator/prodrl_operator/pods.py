@@ -38,7 +38,7 @@ def job_view(obj: Object, pods: list[Object]) -> JobView:
         state = "Succeeded"
     elif "Failed" in conditions:
         state = "Failed"
-    elif status.get("ready", 0) > 0 or any(pod.get("status", {}).get("phase") == "Running" for pod in pods):
+    elif _has_begun(obj, pods):
         state = "Running"
     ended = _deciding(obj, pods, state) if state in ("Succeeded", "Failed") else None
     terminated = (_terminated(ended) if ended else None) or {}
@@ -56,9 +56,34 @@ def job_view(obj: Object, pods: list[Object]) -> JobView:
         waiting=waiting,
         waiting_message=waiting_message,
         deleting="deletionTimestamp" in metadata,
-        created=parse(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else None,
+        begun=_begun(metadata, status),
         is_suspended_by_us=names.ANNOTATION_SUSPENDED in metadata.get("annotations", {}),
     )
+
+
+def pods_wanted(job: Object) -> int:
+    """How many pods must run at the same time."""
+    return int(job["spec"].get("completions") or 1) if job["spec"].get("completionMode") == "Indexed" else 1
+
+
+def _has_begun(job: Object, pods: list[Object]) -> bool:
+    """Whether all its pods ran, as the pods say or the Job does: of the two, either may be known first.
+
+    What has begun never waits again: the first pod that fails, or is taken away, is the end of the Job.
+    """
+    status = job.get("status", {})
+    ending = {"FailureTarget", "SuccessCriteriaMet"}
+    if status.get("failed") or any(c["type"] in ending and c["status"] == "True" for c in status.get("conditions", [])):
+        return True
+    ran = [pod["metadata"] for pod in pods if pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")]
+    ranks = {metadata.get("labels", {}).get(INDEX_LABEL) for metadata in ran}
+    told = int(status.get("ready") or 0) + int(status.get("succeeded") or 0)
+    return max(len(ranks), told) >= pods_wanted(job)
+
+
+def _begun(metadata: Object, status: Object) -> datetime | None:
+    since = status.get("startTime") or metadata.get("creationTimestamp")
+    return parse(since) if since else None
 
 
 def _evicted(pod: Object | None) -> str | None:
@@ -74,10 +99,14 @@ def lost(pods: list[Object], now: datetime) -> str:
     """
     for pod in pods:
         gone = pod["metadata"].get("deletionTimestamp")
-        has_ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-        if gone and not has_ended and (now - parse(gone)).total_seconds() > LOST_SECONDS:
+        if gone and not is_over(pod) and (now - parse(gone)).total_seconds() > LOST_SECONDS:
             return f"pod {pod['metadata']['name']} should be gone since {gone}, its node does not answer"
     return ""
+
+
+def is_over(pod: Object) -> bool:
+    """Whether it has ended; a pod that is going away has not."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def is_told(obj: Object, pods: list[Object]) -> bool:
@@ -159,10 +188,7 @@ def held_up(pods: list[Object], now: datetime) -> Object | None:
 
 def is_alive(pod: Object) -> bool:
     """Neither going away nor ended: an evicted pod stays as an object until somebody deletes it."""
-    return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in (
-        "Succeeded",
-        "Failed",
-    )
+    return "deletionTimestamp" not in pod["metadata"] and not is_over(pod)
 
 
 def _placed_at(pod: Object) -> datetime | None:

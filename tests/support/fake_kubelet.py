@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from prodrl_operator.cluster import port
@@ -48,6 +49,7 @@ class FakeKubelet:
         store: The store; writes are made as the system, so that ``on_mutation`` does not see them.
         jobs: Job -> how its present pods end; None: they are still running.
         deployments: Deployment -> True (ready), False (starting) or the reason why its containers wait.
+        now: The nodes' clock.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class FakeKubelet:
         store: ObjectStore,
         jobs: Callable[[Object], Outcome | None],
         deployments: Callable[[Object], bool | str] = _always_ready,
+        now: Callable[[], datetime] = now_utc,
     ) -> None:
         self.store = store
         self.jobs = jobs
         self.deployments = deployments
-        self._workloads = Workloads(store, back_off=NO_BACK_OFF)
+        self.now = now
+        self._workloads = Workloads(store, back_off=NO_BACK_OFF, now=now)
 
     def tick(self) -> None:
         """What a cluster does until nothing moves by itself: pods are made, ended, judged, replaced once."""
@@ -79,11 +83,13 @@ class FakeKubelet:
 
     def _play(self) -> None:
         outcomes: dict[str, Outcome | None] = {}
+        now = timestamp(self.now())
         for pod in self.store.list(port.POD):
-            owner = pod["metadata"]["ownerReferences"][0]
-            namespace = pod["metadata"]["namespace"]
-            if "deletionTimestamp" in pod["metadata"] or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+            owners, namespace = pod["metadata"].get("ownerReferences"), pod["metadata"]["namespace"]
+            is_going = "deletionTimestamp" in pod["metadata"]
+            if not owners or is_going or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
                 continue
+            owner = owners[0]
             parent = self.store.get(port.KINDS[owner["kind"]], namespace, owner["name"])
             if parent is None:
                 continue
@@ -91,9 +97,9 @@ class FakeKubelet:
                 if owner["uid"] not in outcomes:  # all pods of one Job share one outcome of a tick
                     outcomes[owner["uid"]] = self.jobs(parent)
                 outcome = outcomes[owner["uid"]]
-                status = _running(pod, True) if outcome is None else _ended(pod, outcome)
+                status = _running(pod, True, now) if outcome is None else _ended(pod, outcome, now)
             else:
-                status = _running(pod, self.deployments(parent))
+                status = _running(pod, self.deployments(parent), now)
             self._set(pod, status)
 
     def _set(self, pod: Object, status: Object) -> None:
@@ -111,8 +117,8 @@ def _id(pod: Object) -> tuple[port.Kind, str, str]:
     return port.POD, pod["metadata"]["namespace"], pod["metadata"]["name"]
 
 
-def _running(pod: Object, state: bool | str) -> Object:
-    now = pod.get("status", {}).get("startTime", timestamp(now_utc()))
+def _running(pod: Object, state: bool | str, now: str) -> Object:
+    now = pod.get("status", {}).get("startTime", now)
     is_ready = state is True
     waiting = {"waiting": {"reason": state, "message": f"scripted: {state}"}}
     shown = waiting if isinstance(state, str) else {"running": {"startedAt": now}}
@@ -129,8 +135,7 @@ def _running(pod: Object, state: bool | str) -> Object:
     }
 
 
-def _ended(pod: Object, outcome: Outcome) -> Object:
-    now = timestamp(now_utc())
+def _ended(pod: Object, outcome: Outcome, now: str) -> Object:
     terminated = {
         "exitCode": outcome.exit_code,
         "reason": outcome.reason or ("Error" if outcome.exit_code else "Completed"),

@@ -131,7 +131,7 @@ class World:
         self.script = script
         self.deployments: Callable[[dict[str, Any]], bool | str] = lambda _: True
         self.store = ObjectStore(crds=CRDS, now=lambda: self.now)
-        self.kubelet = FakeKubelet(self.store, self._job, self._deployment)
+        self.kubelet = FakeKubelet(self.store, self._job, self._deployment, now=lambda: self.now)
         self.gateway = FakeGateway()
         self.users_per_step = 0
         self.jobs_seen: dict[tuple[str, str, str], set[str]] = {}

@@ -278,43 +278,6 @@ def test_a_restarted_replica_gets_its_routes_again() -> None:
     assert it.weights()[2] == 100
 
 
-# Asynchronous rounds.
-
-
-def test_async_rounds_overlap_and_train_on_the_policy_before() -> None:
-    it = World({"mode": "AsyncOneRound", "rounds": {"max": 3, "steps": 2, "batchSize": 2}})
-    overlap = False
-    for _ in range(80):
-        it.step()
-        overlap |= it.has_round(2) and it.round(1).status.step in ("Training", "Exporting", "Gating")
-        if it.run.status.conditions and it.is_true("Completed"):
-            break
-    assert overlap
-    trained = [item.number for item in it.run.status.history if item.outcome == "Promoted"]
-    assert trained[0] == 0
-    assert it.run.status.rounds_finished == 3
-    second = it.round(2)
-    assert second.spec.source is not None
-    assert second.spec.source.round == 0, "data of the policy before"
-    assert second.status.lineage_round == 1, "and yet the trainer goes on from round 1"
-
-
-def test_async_a_starving_round_is_superseded_by_one_on_the_new_policy() -> None:
-    def script(number: int, step: Step, attempt: int) -> Outcome | None:
-        is_starved = step is Step.COLLECTING and number == 2
-        return None if is_starved else all_well(number, step, attempt)
-
-    it = World({"mode": "AsyncOneRound"}, script)
-    it.until(lambda w: w.has_round(2) and w.at(2, Step.SUPERSEDED))
-    it.until(lambda w: w.is_true("Completed"))
-    assert [(item.number, item.outcome) for item in it.run.status.history][1:] == [
-        (1, "Promoted"),
-        (2, "Superseded"),
-        (3, "Promoted"),
-    ]
-    assert "chess-r0002-collect-a0" not in it.names_of(port.JOB), "the starving Job was stopped"
-
-
 # Retention.
 
 

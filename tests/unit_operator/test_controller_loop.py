@@ -1,4 +1,4 @@
-"""The controller's loop, its queue, what pods say, and the gateway's admin port."""
+"""The controller's loop, its queue, and the gateway's admin port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from prodrl_operator.errors import ConflictError, ForbiddenError
 from prodrl_operator.gateway_admin import HttpGatewayAdmin
 from prodrl_operator.names import Step
 from prodrl_operator.observing import Observer, service_url
-from prodrl_operator.pods import deployment_view, job_view
 from prodrl_operator.queueing import WorkQueue
 from tests.support.operator_harness import NAME, World
 
@@ -311,134 +310,6 @@ def test_a_pass_that_fails_is_counted_and_tried_again() -> None:
 def test_a_run_that_is_gone_is_no_error() -> None:
     it = World()
     assert it.controller.reconcile("default", "nobody") is None
-
-
-# What pods say.
-
-
-def pod(phase: str, name: str = "p", labels: dict[str, str] | None = None, **status: Any) -> dict[str, Any]:
-    return {"metadata": {"name": name, "labels": labels or {}}, "status": {"phase": phase, **status}}
-
-
-def ended(code: int, at: str = "2026-01-01T00:00:00Z", **more: Any) -> list[dict[str, Any]]:
-    state = {"terminated": {"exitCode": code, "finishedAt": at, **more}}
-    return [{"name": "step", "restartCount": 0, "state": state}]
-
-
-def batch_job(condition: str | None = None, reason: str = "", **more: Any) -> dict[str, Any]:
-    conditions = [{"type": condition, "status": "True", "reason": reason}] if condition else []
-    labels = more.pop("labels", {})
-    return {
-        "metadata": {"name": "j", "uid": "u", "labels": labels},
-        "spec": {"suspend": more.pop("suspend", False)},
-        "status": {"conditions": conditions, **more},
-    }
-
-
-def test_of_many_ranks_the_one_that_died_first_by_itself_speaks() -> None:
-    pods = [
-        pod("Failed", "rank-0", containerStatuses=ended(143, "2026-01-01T00:00:01Z", message="told to stop")),
-        pod("Failed", "rank-1", containerStatuses=ended(78, "2026-01-01T00:00:02Z", message="memory")),
-        pod("Failed", "rank-2", containerStatuses=ended(69, "2026-01-01T00:00:03Z", message="lost a peer")),
-    ]
-    view = job_view(batch_job("Failed", "BackoffLimitExceeded"), pods)
-    assert (view.state, view.exit_code, view.message) == ("Failed", 78, "memory")
-
-
-def test_of_a_success_index_0_speaks() -> None:
-    index = "batch.kubernetes.io/job-completion-index"
-    pods = [
-        pod("Succeeded", "b", {index: "1"}, containerStatuses=ended(0, message="other")),
-        pod("Succeeded", "a", {index: "0"}, containerStatuses=ended(0, message="result")),
-    ]
-    assert job_view(batch_job("Complete"), pods).message == "result"
-
-
-@pytest.mark.parametrize(
-    ("pods", "condition", "reason"),
-    [
-        ([pod("Failed", containerStatuses=ended(137, reason="OOMKilled"))], "BackoffLimitExceeded", "OOMKilled"),
-        ([pod("Failed", reason="Evicted")], "BackoffLimitExceeded", "Evicted"),
-        (
-            [
-                pod(
-                    "Failed",
-                    conditions=[{"type": "DisruptionTarget", "status": "True"}],
-                    containerStatuses=ended(137, reason="Error"),
-                )
-            ],
-            "PodFailurePolicy",
-            "DisruptionTarget",
-        ),
-        ([pod("Failed", containerStatuses=ended(143))], "DeadlineExceeded", "DeadlineExceeded"),
-        ([], "BackoffLimitExceeded", "BackoffLimitExceeded"),
-    ],
-)
-def test_reasons_of_a_failed_job(pods: list[dict[str, Any]], condition: str, reason: str) -> None:
-    assert job_view(batch_job("Failed", condition), pods).reason == reason
-
-
-def test_an_evicted_pod_says_which_limit_it_passed() -> None:
-    evicted = pod("Failed", reason="Evicted", message='Usage of EmptyDir volume "shm" exceeds the limit "1Gi".')
-    assert job_view(batch_job("Failed", "BackoffLimitExceeded"), [evicted]).message == evicted["status"]["message"]
-
-
-def test_waiting_pods_say_why() -> None:
-    unschedulable = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]
-    view = job_view(batch_job(), [pod("Pending", conditions=unschedulable)])
-    assert (view.state, view.waiting, view.waiting_message) == ("Pending", "Unschedulable", "0/1 nodes")
-    waiting = [{"name": "fetch", "restartCount": 0, "state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]
-    assert job_view(batch_job(), [pod("Pending", initContainerStatuses=waiting)]).waiting == "ErrImagePull"
-    starting = [{"name": "step", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}]
-    assert job_view(batch_job(), [pod("Pending", containerStatuses=starting)]).waiting == ""
-
-
-def test_a_queue_label_makes_suspend_kueues() -> None:
-    view = job_view(batch_job(suspend=True, labels={names.LABEL_QUEUE: "gpus"}), [])
-    assert (view.suspended, view.is_queued) == (True, True)
-    assert not view.is_suspension_due(suspend=False)
-
-
-def test_a_deployment_tells_its_worst_container() -> None:
-    crashed = {
-        "name": "server",
-        "restartCount": 4,
-        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
-        "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": ""}},
-    }
-    deployment = {
-        "metadata": {"name": "d", "uid": "u", "generation": 2},
-        "spec": {"replicas": 2},
-        "status": {"readyReplicas": 1, "observedGeneration": 2},
-    }
-    view = deployment_view(deployment, [pod("Running"), pod("Running", containerStatuses=[crashed])])
-    assert (view.restarts, view.last_exit, view.waiting) == (4, "OOMKilled", "CrashLoopBackOff")
-    assert not view.is_ready
-    refused = deployment | {
-        "status": {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}]}
-    }
-    assert deployment_view(refused, []).waiting == "FailedCreate"
-
-
-def test_a_job_without_pods_is_explained_by_its_events() -> None:
-    it = World()
-    it.kubelet.tick = lambda: None  # type: ignore[method-assign]
-    it.turn()
-    job = it.store.get(port.JOB, "default", "chess-r0000-export-a0")
-    assert job is not None
-    event = {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": "x.1", "namespace": "default"},
-        "involvedObject": {"kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]},
-        "reason": "FailedCreate",
-        "message": "pods are forbidden: exceeded quota",
-        "type": "Warning",
-    }
-    it.store.create(event)
-    it.now += timedelta(seconds=60)
-    it.turn()
-    assert "exceeded quota" in it.round(0).status.message
 
 
 # The admin port.

@@ -177,7 +177,7 @@ def test_a_jobs_suspension_belongs_to_its_queue(suspend: bool, is_waiting: bool)
         Step.TRAINING, spec={"suspend": suspend}, jobs={0: job("Running", is_queued=True, suspended=is_waiting)}
     )
     assert not of(observed, SuspendJob)
-    assert of(observed, DeleteJob) == ([DeleteJob(1, Step.TRAINING, 0, with_pods=True)] if suspend else [])
+    assert of(observed, DeleteJob) == ([DeleteJob(1, Step.TRAINING, 0)] if suspend else [])
     assert condition(decide(observed), "Reconciling")[0] == str(suspend)
     going = scene(Step.TRAINING, spec={"suspend": suspend}, jobs={0: job("Running", is_queued=True, deleting=True)})
     assert not of(going, DeleteJob)
@@ -264,71 +264,42 @@ def test_replace_gives_users_their_hardware_while_a_person_thinks() -> None:
     assert of(observed, DeleteServing) == [DeleteServing(1)]
 
 
-# AsyncOneRound.
-
-ASYNC = {"mode": "AsyncOneRound"}
+# Recording.
 
 
-def pair(first: Step, second: Step, *, jobs: dict[Any, Any] | None = None, **changes: Any) -> Observed:
-    """Rounds 1 and 2 in work; round 0 is stable."""
-    observed = scene(first, spec=ASYNC, **changes)
-    ahead = runs.make_round(2, observed.run, source=0, lineage=0, **runs.status_at(2, second))
-    return dataclasses.replace(observed, rounds={**observed.rounds, 2: ahead}, jobs=jobs or observed.jobs)
+@pytest.mark.parametrize("step", [Step.PROMOTED, Step.BLOCKED])
+def test_score_centering_waits_for_a_policy_that_is_served_with_heads(step: Step) -> None:
+    """Switched on in one commit: the next round would collect from servers that record without heads, for nothing."""
+    by_ratio = {"training": {"correction": {"type": "ImportanceSampling"}}, "onBlocked": "RestartFromStable"}
+    without = {"recording": {"metadata": "SampledLogprob"}, **by_ratio}
+    promoted = runs.stable_status(1, lineageRound=1) if step is Step.PROMOTED else {}
+    observed = scene(step, spec=without, run=promoted)
+    assert of(observed, CreateRound)
+    asked = runs.make_run(None, 2).spec
+    assert (asked.recording.metadata, asked.training.correction.type) == ("ScoreCentering", "ScoreCentering")
+    both = dataclasses.replace(observed, run=observed.run.model_copy(update={"spec": asked}))
+    assert not of(both, CreateRound)
+    status, reason, message = condition(settled(both)[1], "Stalled")
+    assert (status, reason) == ("True", "InvalidConfiguration")
+    assert "set training.correction.type to ImportanceSampling until one round more is promoted" in message
+    recording = runs.make_run(None, 2, **by_ratio).spec
+    first = dataclasses.replace(observed, run=observed.run.model_copy(update={"spec": recording}))
+    assert of(first, CreateRound), "recorded first"
+    assert condition(settled(first)[1], "Stalled")[0] == "False"
 
 
-def test_async_the_next_round_collects_while_this_one_trains() -> None:
-    observed = scene(Step.TRAINING, spec=ASYNC, jobs={0: job()})
-    created = of(observed, CreateRound)
-    assert [(item.number, item.source.digest) for item in created] == [(2, digest(0))]
-    assert not of(scene(Step.COLLECTING, spec=ASYNC, jobs={0: job()}), CreateRound)
-    assert not of(scene(Step.TRAINING, jobs={0: job()}), CreateRound)
-
-
-def test_async_no_more_than_one_round_is_ahead() -> None:
-    observed = pair(Step.TRAINING, Step.COLLECTING)
-    assert not of(observed, CreateRound)
-    assert {(item.number, item.step) for item in of(observed, EnsureJob)} == {
-        (1, Step.TRAINING),
-        (2, Step.COLLECTING),
-    }
-
-
-def test_async_a_sealed_dataset_waits_for_the_round_before() -> None:
-    observed = pair(Step.TRAINING, Step.COLLECTING, jobs={(1, Step.TRAINING, 0): job()})
-    sealed = {"dataset": runs.status_at(2, Step.TRAINING)["dataset"], **runs.status_at(2, Step.COLLECTING)}
-    ahead = runs.make_round(2, observed.run, **sealed)
-    observed = dataclasses.replace(observed, rounds={**observed.rounds, 2: ahead})
-    observed, _ = settled(observed)
-    assert observed.rounds[2].status.step == "Collecting"
-
-
-def test_async_the_lineage_is_settled_when_training_begins() -> None:
-    observed = scene(Step.PROMOTED, spec=ASYNC, run=runs.stable_status(1, lineageRound=1))
-    sealed = {"dataset": runs.status_at(2, Step.TRAINING)["dataset"], **runs.status_at(2, Step.COLLECTING)}
-    ahead = runs.make_round(2, observed.run, source=0, lineage=0, **sealed)
-    observed, decision = settled(dataclasses.replace(observed, rounds={**observed.rounds, 2: ahead}))
-    assert (observed.rounds[2].status.step, observed.rounds[2].status.lineage_round) == ("Training", 1)
-    trained = next(item for item in decision.intents if isinstance(item, EnsureJob) and item.number == 2)
-    assert (trained.lineage, trained.source) == (1, 0)
-
-
-def test_async_a_round_whose_policy_is_gone_is_superseded_once_its_records_settled() -> None:
-    """Grace: 60 s drain, 5 s flush, 30 s settle."""
-
-    def after(seconds: float) -> Observed:
-        promoted = runs.stable_status(1)
-        promoted["stable"]["since"] = ago(seconds)
-        observed = scene(Step.PROMOTED, spec=ASYNC, run=promoted)
-        ahead = runs.make_round(2, observed.run, source=0, **runs.status_at(2, Step.COLLECTING))
-        jobs = {(2, Step.COLLECTING, 0): job()}
-        return settled(dataclasses.replace(observed, rounds={**observed.rounds, 2: ahead}, jobs=jobs))[0]
-
-    assert after(90).rounds[2].status.step == "Collecting"
-    observed = after(96)
-    assert observed.rounds[2].status.step == "Superseded"
-    assert observed.run.status.rounds_finished == 0
-    created = of(observed, CreateRound)
-    assert [(item.number, item.source.round) for item in created] == [(3, 1)]
+def test_score_centering_is_not_complained_of_while_the_round_that_brings_the_heads_is_in_work() -> None:
+    """AsyncOneRound would begin the next one already: it waits for that policy."""
+    mode = {"mode": "AsyncOneRound"}
+    training = {"training": {"correction": {"type": "ImportanceSampling"}}}
+    old = runs.make_run(None, recording={"metadata": "SampledLogprob"}, **training, **mode)
+    observed = scene(Step.TRAINING, spec={**training, **mode}, jobs={0: job()})
+    rounds = {**observed.rounds, 0: runs.make_round(0, old, **runs.status_at(0, Step.PROMOTED))}
+    spec = runs.make_run(None, 2, **mode).spec
+    now = dataclasses.replace(observed, rounds=rounds, run=observed.run.model_copy(update={"spec": spec}))
+    assert not of(now, CreateRound)
+    assert condition(settled(now)[1], "Stalled")[0] == "False"
+    assert of(observed, CreateRound)
 
 
 # Keeping and finishing.

@@ -200,7 +200,7 @@ def test_what_an_earlier_run_left_keeps_its_routes_until_there_is_a_policy() -> 
 
 @pytest.mark.parametrize(("waiting", "message"), LACKING)
 def test_what_a_pod_lacks_is_named_after_a_minute_and_nothing_fails_yet(waiting: str, message: str) -> None:
-    made = job("Pending", waiting=waiting, waiting_message=message, created=NOW)
+    made = job("Pending", waiting=waiting, waiting_message=message, begun=NOW)
     observed = scene(Step.TRAINING, since=0, jobs={0: made})
     assert stall_of(observed, 59) == ("", "")
     reason, text = stall_of(observed, 61)
@@ -215,7 +215,7 @@ def test_what_a_pod_lacks_is_named_after_a_minute_and_nothing_fails_yet(waiting:
 
 @pytest.mark.parametrize(("waiting", "message"), PASSING)
 def test_what_may_pass_is_waited_for_and_tried_again(waiting: str, message: str) -> None:
-    made = job("Pending", waiting=waiting, waiting_message=message, created=NOW)
+    made = job("Pending", waiting=waiting, waiting_message=message, begun=NOW)
     observed = scene(Step.TRAINING, since=0, jobs={0: made})
     assert stall_of(observed, 1700) == ("", "")
     after, _ = settled(observed, 1801)

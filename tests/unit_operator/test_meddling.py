@@ -13,12 +13,13 @@ from prodrl_operator import names, pods
 from prodrl_operator.cluster import port
 from prodrl_operator.cluster.local import podspec
 from prodrl_operator.cluster.port import Kind, Object
+from prodrl_operator.errors import ForbiddenError
 from prodrl_operator.names import Reason, Step
 from prodrl_operator.rounds import turn
 from prodrl_operator.rounds.decide import UNREACHABLE_SECONDS
-from prodrl_operator.rounds.observed import GatewayReplica
+from prodrl_operator.rounds.observed import GatewayReplica, LivePods
 from tests.support.fake_kubelet import Outcome
-from tests.support.operator_harness import START, World, all_well, blocking
+from tests.support.operator_harness import START, World, all_well, blocking, digest, result
 from tests.support.runs import condition, job, scene, settled
 
 TOLD = (names.LABEL_RUN, names.LABEL_MANAGED_BY, names.LABEL_COMPONENT, names.LABEL_ROUND)
@@ -253,7 +254,7 @@ def test_a_pod_that_never_goes_says_that_its_node_is_lost() -> None:
     assert said == f"pod p-0 should be gone since {gone}, its node does not answer"
     assert pods.lost([{**pod, "status": {"phase": "Failed"}}], START + timedelta(days=1)) == ""
     assert pods.lost([{"metadata": {"name": "q"}, "status": {"phase": "Running"}}], START + timedelta(days=1)) == ""
-    _, decision = settled(scene(Step.COLLECTING, jobs={0: job("Running", lost=said)}))
+    _, decision = settled(scene(Step.COLLECTING, pods={(1, Step.COLLECTING, 0): LivePods("p-0", said)}))
     assert condition(decision, "Stalled")[:2] == ("True", Reason.NODE_LOST)
     _, decision = settled(scene(Step.COLLECTING, jobs={0: job("Running")}))
     assert condition(decision, "Stalled")[0] == "False"
@@ -352,3 +353,41 @@ def test_a_round_that_cannot_be_read_stalls_the_run_by_name_and_lets_it_go(monke
     it.store.delete(port.RUN, "default", "chess")
     it.controller.reconcile("default", "chess")
     assert it.store.get(port.RUN, "default", "chess") is None
+
+
+def test_a_round_0_that_begins_again_serves_what_it_made_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its servers' ConfigMap was made and their Service was not, for want of quota; then the spec was edited."""
+    made = ["a"]
+
+    def script(number: int, step: Step, attempt: int) -> Outcome:
+        if (number, step) == (0, Step.EXPORTING):
+            return Outcome(result(0, step, policy_digest=digest(0, made[0])))
+        return all_well(number, step, attempt)
+
+    it = World(script=script)
+    apply = it.store.apply
+
+    def without_room(manifest: Object) -> Object:
+        if (manifest["kind"], manifest["metadata"]["name"]) == ("Service", "chess-r0000-serve"):
+            raise ForbiddenError('services "chess-r0000-serve" is forbidden: exceeded quota: services')
+        return apply(manifest)
+
+    monkeypatch.setattr(it.store, "apply", without_room)
+    it.until(lambda w: bool(w.run.status.conditions) and w.condition("Stalled") == ("True", Reason.QUOTA))
+    assert digest(0, "a") in policy_of(it)
+    made[0], first = "b", it.round(0).metadata["uid"]
+    it.edit(rounds={"max": 1})
+    it.until(lambda w: w.has_round(0) and w.round(0).metadata["uid"] != first and w.at(0, Step.EXPORTING))
+    monkeypatch.setattr(it.store, "apply", apply)
+    it.until(lambda w: w.at(0, Step.PROMOTED))
+    assert it.run.status.stable is not None
+    assert it.run.status.stable.digest == digest(0, "b")
+    assert digest(0, "b") in policy_of(it)
+    assert digest(0, "a") not in policy_of(it)
+
+
+def policy_of(it: World) -> str:
+    """What round 0's servers are told to fetch."""
+    found = it.store.get(port.CONFIG_MAP, "default", "chess-r0000-serve")
+    assert found is not None
+    return str(found["data"]["fetch.json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -71,6 +72,70 @@ def test_replace_brings_stable_back_when_the_candidate_fails() -> None:
     assert world.names_of(port.DEPLOYMENT) == ["chess-gateway", "chess-r0000-serve"]
     assert world.condition("StableAvailable")[0] == "True"
     assert world.weights() == {0: 100}
+
+
+def available(world: World) -> bool:
+    return world.is_true("StableAvailable") and world.names_of(port.DEPLOYMENT) == [
+        "chess-gateway",
+        "chess-r0000-serve",
+    ]
+
+
+@pytest.mark.parametrize("step", [Step.CANARY_DEPLOYING, Step.GATING])
+def test_replace_gives_users_their_hardware_while_the_run_is_suspended(step: Step) -> None:
+    """However long that is; what was measured half is measured once the candidate's servers are back."""
+    asked: list[bool] = []
+
+    def script(number: int, its: Step, attempt: int) -> Outcome | None:
+        if (number, its) != (1, Step.GATING):
+            return all_well(number, its, attempt)
+        asked.append(world.names_of(port.DEPLOYMENT) == ["chess-gateway", "chess-r0001-serve"])
+        return all_well(number, its, attempt) if is_let_go else None
+
+    is_let_go = False
+    world = World({"serving": {"surge": "Replace"}, "rounds": {"max": 1, "steps": 2, "batchSize": 2}}, script)
+    world.until(lambda w: w.at(1, step))
+    world.steps(2)
+    assert not world.is_true("StableAvailable")
+    world.edit(suspend=True)
+    world.steps(4)
+    world.steps(4, seconds=86_400)
+    assert available(world)
+    assert world.round(1).status.step == (Step.GATING if asked else step)
+    asked.clear()
+    is_let_go = True
+    world.edit(suspend=False)
+    world.until(lambda w: w.at(1, Step.PROMOTED))
+    assert asked, "it was measured"
+    assert all(asked), "by what was there to be measured"
+    assert world.round(1).status.attempts == []
+
+
+def test_replace_does_not_take_stable_down_while_a_person_is_asked_and_suspends() -> None:
+    """Nor when the run goes on: only an approval makes room for the candidate."""
+    spec = {"serving": {"surge": "Replace"}, "gate": {"approval": "Required"}}
+    world = World({**spec, "rounds": {"max": 1, "steps": 2, "batchSize": 2}})
+    while world.round(1).status.gate.measurements is None if world.has_round(1) else True:
+        world.controller.reconcile("default", "chess")
+        world.kubelet.tick()
+        world.now += timedelta(seconds=5)
+    world.edit(suspend=True)
+    world.until(available)
+    back = world.store.get(port.DEPLOYMENT, "default", "chess-r0000-serve")
+    for suspend in (False, True, False):
+        world.edit(suspend=suspend)
+        for _ in range(5):
+            world.step()
+            assert uid_of(world.store.get(port.DEPLOYMENT, "default", "chess-r0000-serve")) == uid_of(back)
+    world.edit(suspend=True, requests={"approveRound": 1})
+    world.steps(5)
+    assert available(world)
+    world.edit(suspend=False)
+    world.until(lambda w: w.at(1, Step.PROMOTED))
+
+
+def uid_of(obj: Object | None) -> str | None:
+    return obj["metadata"]["uid"] if obj else None
 
 
 # Budgets and policies.

@@ -14,7 +14,7 @@ from prodrl_operator.cluster.port import Object
 
 WHOLE = (port.RUN.kind, port.ROUND.kind)
 SPEC_FIELDS: dict[str, tuple[str, ...]] = {
-    port.JOB.kind: ("suspend", "completionMode"),
+    port.JOB.kind: ("suspend", "completionMode", "completions"),
     port.DEPLOYMENT.kind: ("replicas",),
     port.SERVICE.kind: ("clusterIP", "ports"),
 }

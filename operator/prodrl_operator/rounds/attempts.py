@@ -11,13 +11,14 @@ from prodrl_operator.names import Reason, Step
 from prodrl_operator.rounds import failures, times, transitions
 from prodrl_operator.rounds.decision import Note, Outcome
 from prodrl_operator.rounds.failures import Cause
-from prodrl_operator.rounds.observed import JobView, Observed
+from prodrl_operator.rounds.observed import JobKey, JobView, Observed
 from prodrl_operator.rounds.turn import Turn
 
 Result = TypeVar("Result", bound=BaseModel)
 
 RETRY_SECONDS = 5.0
 LONGEST_RETRY_SECONDS = 300.0
+WAITS = "waits for "
 DEADLINE_GRACE_SECONDS = 60.0
 """Kubernetes' own active deadline speaks first; ours is for a Job controller that does not."""
 
@@ -27,7 +28,7 @@ def work(turn: Turn, step: Step, result: type[Result], done: Callable[[Turn, Res
     job = job_of(turn, step)
     if job is None or job.deleting:
         wait = retry_delay_seconds(turn, step)
-        return turn.stay(message=turn.status.message, reason=_kept(turn), requeue=wait if wait > 0 else None)
+        return turn.stay(message=_waits(turn, step), reason=_kept(turn), requeue=wait if wait > 0 else None)
     if job.state == "Succeeded":
         try:
             parsed = result.model_validate_json(job.message)
@@ -47,9 +48,8 @@ def _judge_active(turn: Turn, step: Step, job: JobView) -> Outcome:
         why = "waits in its queue" if job.is_queued else "was suspended by somebody else; a queue that takes all Jobs?"
         return turn.stay(Reason.QUEUED, f"Job {job.name} {why}")
     training = turn.settings.training
-    elapsed = turn.elapsed_seconds
+    age = turn.seconds_of(job.begun)
     if job.state == "Pending":
-        age = turn.seconds_of(job.created)
         cause = failures.pending_cause(job, age, training.start_deadline_seconds)
         if cause is not None:
             return fail(turn, step, cause)
@@ -59,9 +59,9 @@ def _judge_active(turn: Turn, step: Step, job: JobView) -> Outcome:
         return turn.stay(message=waiting, requeue=max(next_look - age, 0.0) + 1)
     # Collecting lasts as long as users take; everything else has a limit.
     limit = training.active_deadline_seconds + DEADLINE_GRACE_SECONDS
-    if step is not Step.COLLECTING and elapsed > limit:
+    if step is not Step.COLLECTING and age > limit:
         return fail(turn, step, Cause(Reason.ACTIVE_DEADLINE, f"Job {job.name} ran longer than {limit:g} s"))
-    return turn.stay(requeue=None if step is Step.COLLECTING else limit - elapsed + 1)
+    return turn.stay(requeue=None if step is Step.COLLECTING else limit - age + 1)
 
 
 def fail(turn: Turn, step: Step, cause: Cause) -> Outcome:
@@ -109,13 +109,37 @@ def retry_delay_seconds(turn: Turn, step: Step) -> float:
     return max(pause - turn.elapsed_seconds, 0.0)
 
 
-def has_active_predecessor(observed: Observed, number: int, step: Step, attempt: int) -> bool:
-    """Whether an older attempt still holds its hardware."""
-    return any(
-        job.is_active
-        for (its_round, its_step, its_attempt), job in observed.jobs.items()
-        if its_round == number and its_step is step and its_attempt != attempt
-    )
+def in_the_way(observed: Observed, number: int, step: Step, attempt: int) -> str:
+    """What of the step's other attempts still works, or holds hardware; the empty string where nothing does.
+
+    Two attempts at one round would write the same objects, so that nothing but its end makes room. For another round's
+    nobody waits whose node is lost: what it holds is no use to anybody. Pods of this attempt without a Job are looked
+    into where it is made (``acting``): it may have lost its labels only.
+    """
+    key = (number, step, attempt)
+    for other, job in sorted(observed.jobs.items()):
+        if other != key and other[1] is step and job.is_active and _counts(observed, number, other):
+            return f"Job {job.name}"
+    for other, pods in sorted(observed.pods.items()):
+        if other != key and other[1] is step and _counts(observed, number, other):
+            return f"pod {pods.name}"
+    return ""
+
+
+def _counts(observed: Observed, number: int, other: JobKey) -> bool:
+    pods = observed.pods.get(other)
+    return other[0] == number or pods is None or not pods.lost
+
+
+def _waits(turn: Turn, step: Step) -> str:
+    """The failure before, or what the next attempt waits for."""
+    told = turn.status.message
+    if told and not told.startswith(WAITS):
+        return told
+    key = (turn.number, step, transitions.attempt_of(turn.status, step).number)
+    left = turn.observed.pods.get(key)
+    other = f"pod {left.name}" if left is not None else in_the_way(turn.observed, *key)
+    return f"{WAITS}{other}: it has not ended yet" if other else ""
 
 
 def _kept(turn: Turn) -> Reason | None:

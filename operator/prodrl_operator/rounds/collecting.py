@@ -56,9 +56,15 @@ def _retention(turn: Turn, result: CollectResult) -> Iterator[Note]:
 
 
 def _begin_training(turn: Turn) -> Outcome:
-    current = turn.observed.current
+    current, accounted = turn.observed.current, turn.observed.last_accounted
+    unaccounted = [number for number in turn.observed.numbers if accounted < number < turn.number]
     if current is not None and current.spec.number < turn.number:
         return turn.stay(message=f"dataset sealed; round {current.spec.number} has not ended")
+    if unaccounted:  # how it ended says from which checkpoint this round starts, and whether it may
+        return turn.stay(message=f"dataset sealed; round {unaccounted[0]} has just ended")
+    halted = turn.run.status.halted_round
+    if halted is not None:
+        return turn.stay(message=f"dataset sealed; round {halted} was blocked, and a person decides how to go on")
     # In AsyncOneRound the predecessor had not ended when this round was created: only now is the lineage known.
     lineage = turn.run.status.lineage_round if turn.settings.mode == "AsyncOneRound" else turn.round.spec.lineage_round
     return turn.go(Step.TRAINING, status=turn.status.model_copy(update={"lineage_round": lineage}))

@@ -91,8 +91,6 @@ class DeleteJob:
     number: int
     step: Step
     attempt: int
-    with_pods: bool = False
-    """The Job stays until its pods are gone: it will be made again under the same name."""
 
 
 @dataclass(frozen=True)

@@ -126,8 +126,7 @@ def _rebase(turn: Turn, canary: CanaryProgress, look: CanaryLook) -> Outcome:
 def _conclude(turn: Turn, measured: Judgement) -> Outcome:
     if turn.run.spec.suspend:
         return turn.stay(Reason.SUSPENDED, "suspended: nothing is promoted", LOOK_SECONDS)
-    needs_person = turn.run.spec.gate.approval == "Required" and turn.number > 0
-    if needs_person and not requests.is_approved(turn):
+    if requests.needs_approval(turn.run, turn.number):
         message = f"the gate passed: {measured.message}; set requests.approveRound: {turn.number} to promote"
         return turn.stay(Reason.AWAITING_APPROVAL, message, LOOK_SECONDS)
     return turn.go(Step.PROMOTING, status=blocking.with_verdict(turn, measured), reason=Reason.GATE_PASSED)
@@ -135,6 +134,6 @@ def _conclude(turn: Turn, measured: Judgement) -> Outcome:
 
 def _await_decision(turn: Turn) -> Outcome:
     """Inconclusive: only a person lets it go on, no clock does."""
-    if not requests.is_approved(turn) or turn.run.spec.suspend:
+    if not requests.is_approved(turn.run, turn.number) or turn.run.spec.suspend:
         return turn.stay(Reason.GATE_INCONCLUSIVE, turn.status.message)
     return turn.go(Step.PROMOTING, reason=Reason.APPROVED, message="approved by requests.approveRound")

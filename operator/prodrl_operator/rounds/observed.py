@@ -27,7 +27,7 @@ class JobView:
     name: str
     uid: str
     state: Literal["Pending", "Running", "Succeeded", "Failed"]
-    """Pending until a pod runs."""
+    """Pending until all its pods ran: those of a training on several nodes wait for each other."""
     suspended: bool = False
     """``spec.suspend``: by us or by a queue."""
     is_queued: bool = False
@@ -44,10 +44,8 @@ class JobView:
     """The same for people."""
     deleting: bool = False
     """Has a deletionTimestamp."""
-    created: datetime | None = None
-    """When it was made."""
-    lost: str = ""
-    """A pod that should be gone for long, and is not: its node does not answer."""
+    begun: datetime | None = None
+    """When its pods could be made; a suspension ends that."""
     is_suspended_by_us: bool = False
     """``suspend`` was set by this operator; who else set it takes it back."""
 
@@ -64,6 +62,16 @@ class JobView:
     def is_withdrawal_due(self, *, suspend: bool) -> bool:
         """Whether it must leave its queue: ``suspend`` is the queue's to set, so a suspended run takes the Job away."""
         return suspend and self.is_queued and self.is_active
+
+
+@dataclass(frozen=True)
+class LivePods:
+    """Pods of one attempt that have not ended, whether their Job is still there or not."""
+
+    name: str
+    """Of the first."""
+    lost: str = ""
+    """One of them should be gone for long, and is not: its node does not answer."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,12 @@ class Observed:
     """All ProdRLRound objects of the run, by number."""
     jobs: Mapping[JobKey, JobView] = field(default_factory=dict)
     """All Jobs of these rounds."""
+    pods: Mapping[JobKey, LivePods] = field(default_factory=dict)
+    """What still works, or goes away, of every attempt of the run's name; a Job can be gone before its pods are."""
     servings: Mapping[int, DeploymentView] = field(default_factory=dict)
     """The policies' Deployments, by the round that made the policy."""
+    remnants: frozenset[int] = frozenset()
+    """Rounds for whose servers a ConfigMap or a disruption budget is there, perhaps nothing else."""
     urls: Mapping[int, str] = field(default_factory=dict)
     """Base URLs of the policies' Services, by the round that made the policy."""
     gateway: DeploymentView | None = None

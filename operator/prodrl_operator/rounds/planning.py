@@ -56,6 +56,8 @@ def _routes(observed: Observed, now: datetime) -> Iterator[Intent]:
 def _suspensions(observed: Observed) -> Iterator[Intent]:
     suspend = observed.run.spec.suspend
     for (number, step, attempt), job in sorted(observed.jobs.items()):
+        if not suspend and step is Step.GATING and not _is_measurable(observed, number):
+            continue  # what it measures gave its hardware away meanwhile
         if job.is_suspension_due(suspend=suspend) and _is_wanted(observed, number, step, attempt):
             yield SuspendJob(number, step, attempt, suspend)
 
@@ -64,10 +66,9 @@ def _unwanted_jobs(observed: Observed) -> Iterator[Intent]:
     for (number, step, attempt), job in sorted(observed.jobs.items()):
         if not job.is_active or job.deleting:
             continue
-        if not _is_wanted(observed, number, step, attempt):
+        is_wanted = _is_wanted(observed, number, step, attempt)
+        if not is_wanted or job.is_withdrawal_due(suspend=observed.run.spec.suspend):
             yield DeleteJob(number, step, attempt)
-        elif job.is_withdrawal_due(suspend=observed.run.spec.suspend):
-            yield DeleteJob(number, step, attempt, with_pods=True)
 
 
 def _is_wanted(observed: Observed, number: int, step: Step, attempt: int) -> bool:
@@ -80,7 +81,7 @@ def _is_wanted(observed: Observed, number: int, step: Step, attempt: int) -> boo
 
 def _unwanted_servings(observed: Observed, now: datetime) -> Iterator[Intent]:
     wanted = traffic.servings(observed, now)
-    for number in sorted(set(observed.servings) | set(observed.urls)):
+    for number in sorted({*observed.servings, *observed.urls, *observed.remnants}):
         servers = observed.servings.get(number)
         if number in wanted.displaced:
             if servers is not None and not servers.deleting:
@@ -111,15 +112,20 @@ def _jobs(observed: Observed, now: datetime) -> Iterator[Intent]:
         if stalling.missing_rounds(observed, this):
             continue
         step = Step(this.status.step)
-        if step is Step.GATING and this.spec.number not in observed.urls:
+        if step is Step.GATING and not _is_measurable(observed, this.spec.number):
             continue
         turn = Turn(observed, this, now)
         attempt = transitions.attempt_of(this.status, step).number
         is_waiting = attempts.retry_delay_seconds(turn, step) > 0
         if _is_done(this, step) or is_waiting:
             continue
-        if not attempts.has_active_predecessor(observed, this.spec.number, step, attempt):
+        if not attempts.in_the_way(observed, this.spec.number, step, attempt):
             yield _job(observed, this, step, attempt)
+
+
+def _is_measurable(observed: Observed, number: int) -> bool:
+    servers = observed.servings.get(number)
+    return number in observed.urls and servers is not None and servers.ready > 0 and not servers.deleting
 
 
 def _is_done(this: Round, step: Step) -> bool:
@@ -148,7 +154,7 @@ def _job(observed: Observed, this: Round, step: Step, attempt: int) -> EnsureJob
 def _next_round(observed: Observed, stall: Hindrance | None) -> Iterator[Intent]:
     run, status = observed.run, observed.run.status
     number = max([observed.last_accounted, *observed.numbers], default=-1) + 1
-    if run.spec.suspend or stall is not None or not _is_due(observed):
+    if run.spec.suspend or stall is not None or not _is_due(observed) or stalling.lacks_heads(observed):
         return
     if number == 0:
         yield CreateRound(0, None, 0)

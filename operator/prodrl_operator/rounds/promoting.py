@@ -47,7 +47,7 @@ def may_promote(turn: Turn) -> bool:
         return False
     if gate.verdict == Verdict.PASS:
         return True
-    return gate.verdict == Verdict.INCONCLUSIVE and requests.is_approved(turn)
+    return gate.verdict == Verdict.INCONCLUSIVE and requests.is_approved(turn.run, turn.number)
 
 
 def _commit(turn: Turn) -> Outcome:

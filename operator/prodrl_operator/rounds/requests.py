@@ -6,7 +6,7 @@ Each names what it is about, so that Git can hold it for ever: once handled it d
 from __future__ import annotations
 
 from prodrl_operator.api.round import GateStatus, RoundStatus
-from prodrl_operator.api.run import HandledRequests
+from prodrl_operator.api.run import HandledRequests, Run
 from prodrl_operator.names import Reason, Step, Verdict
 from prodrl_operator.rounds import times, transitions
 from prodrl_operator.rounds.decision import Note, Outcome
@@ -14,10 +14,14 @@ from prodrl_operator.rounds.observed import Observed
 from prodrl_operator.rounds.turn import Turn
 
 
-def is_approved(turn: Turn) -> bool:
+def is_approved(run: Run, number: int) -> bool:
     """Whether a person approved this round."""
-    wanted, handled = turn.run.spec.requests.approve_round, turn.run.status.handled_requests.approve_round
-    return turn.number > 0 and turn.number in (wanted, handled)
+    return number > 0 and number in (run.spec.requests.approve_round, run.status.handled_requests.approve_round)
+
+
+def needs_approval(run: Run, number: int) -> bool:
+    """Whether a round that passed its gate waits for a person all the same."""
+    return run.spec.gate.approval == "Required" and number > 0 and not is_approved(run, number)
 
 
 def wants_abort(observed: Observed) -> bool:

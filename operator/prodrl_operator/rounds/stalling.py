@@ -44,7 +44,7 @@ def stall(observed: Observed, now: datetime) -> Hindrance | None:
         return Hindrance(reason, text + (remedy if current.spec.number > 0 else ""))
     if current is not None and requests.is_inconclusive(current.status):
         return Hindrance(Reason.GATE_INCONCLUSIVE, f"round {current.spec.number}: {current.status.message}")
-    return None if accounting.is_complete(observed) else _halt(observed)
+    return None if accounting.is_complete(observed) else _halt(observed) or _headless(observed)
 
 
 def _with_remedy(observed: Observed, hindrance: Hindrance) -> Hindrance:
@@ -80,10 +80,11 @@ def _missing(observed: Observed) -> Hindrance | None:
 
 def _lost(observed: Observed) -> Hindrance | None:
     """A pod on a node that went away: Kubernetes does not replace it, for it may still be writing."""
-    for (number, step, _), job in sorted(observed.jobs.items()):
-        if job.lost and job.is_active and observed.is_unfinished(number):
+    for (number, step, _), pods in sorted(observed.pods.items()):
+        this = observed.rounds.get(number)
+        if pods.lost and this is not None and this.status.step == step:
             remedy = "delete the Node, or once the machine is off: kubectl delete pod --force --grace-period=0"
-            return Hindrance(Reason.NODE_LOST, f"round {number}: {step}: {job.lost}; {remedy}")
+            return Hindrance(Reason.NODE_LOST, f"round {number}: {step}: {pods.lost}; {remedy}")
     return None
 
 
@@ -136,7 +137,7 @@ def _waiting(observed: Observed) -> Iterator[tuple[str, str, str, datetime | Non
     for (number, step, _), job in sorted(observed.jobs.items()):
         is_due = observed.is_unfinished(number) and observed.rounds[number].status.step == step
         if is_due and job.state == "Pending" and not job.suspended and not job.deleting:
-            yield f"round {number}: {step}: Job {job.name}", job.waiting, job.waiting_message, job.created
+            yield f"round {number}: {step}: Job {job.name}", job.waiting, job.waiting_message, job.begun
 
 
 def missing_rounds(observed: Observed, this: Round) -> list[int]:
@@ -148,6 +149,29 @@ def missing_rounds(observed: Observed, this: Round) -> list[int]:
     if this.spec.source is not None:
         needed.add(this.spec.source.round)
     return sorted(needed - set(observed.rounds))
+
+
+def lacks_heads(observed: Observed) -> bool:
+    """Whether the next round would train by ScoreCentering on records of a policy that is served without heads.
+
+    Servers record as the round says that made them: what was edited since holds for the next policy.
+    """
+    stable = observed.stable_round
+    is_needed = observed.run.spec.training.correction.type == "ScoreCentering"
+    return is_needed and stable is not None and stable.spec.settings.recording.metadata != "ScoreCentering"
+
+
+def _headless(observed: Observed) -> Hindrance | None:
+    stable = observed.stable_round
+    if observed.current is not None or stable is None or not lacks_heads(observed):
+        return None  # the round in work may make a policy that is served with them
+    recorded = stable.spec.settings.recording.metadata
+    message = (
+        f"training.correction.type ScoreCentering needs the recorded head of the distribution, but round "
+        f"{stable.spec.number}, which users are served by, records {recorded}: leave recording.metadata at "
+        "ScoreCentering and set training.correction.type to ImportanceSampling until one round more is promoted"
+    )
+    return Hindrance(Reason.INVALID_CONFIGURATION, message)
 
 
 def _halt(observed: Observed) -> Hindrance | None:
@@ -163,8 +187,10 @@ def _halt(observed: Observed) -> Hindrance | None:
         reason = Reason.CONSECUTIVE_BLOCKS
     why = status.last_gate.message if status.last_gate and status.last_gate.round == number else ""
     serving = f"round {status.stable.round} stays stable" if status.stable else "nothing is served"
+    ahead = observed.current  # AsyncOneRound: it has collected already, or still does
+    begin = f"let round {ahead.spec.number} train on" if ahead is not None else "begin the next round"
     message = (
         f"round {number} was blocked ({status.consecutive_blocked} in a row): {why}; {serving}. Set a new "
-        f"requests.retryToken to begin the next round from the checkpoint of round {status.lineage_round}"
+        f"requests.retryToken to {begin} from the checkpoint of round {status.lineage_round}"
     )
     return Hindrance(reason, message)

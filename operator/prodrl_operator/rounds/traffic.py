@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from prodrl.config.serving import Route
-from prodrl_operator.api.round import Round, RoundStatus
-from prodrl_operator.names import Reason, Step, Verdict
-from prodrl_operator.rounds import times
+from prodrl_operator.api.round import Round
+from prodrl_operator.names import Step, Verdict
+from prodrl_operator.rounds import requests, times
 from prodrl_operator.rounds.observed import Observed
 
 CANDIDATE_STEPS = frozenset({Step.CANARY_DEPLOYING, Step.GATING, Step.PROMOTING})
@@ -66,13 +66,16 @@ def is_resting(observed: Observed, number: int) -> bool:
     this = observed.rounds[number]
     if this.spec.settings.serving.surge != "Replace" or observed.run.status.stable is None:
         return False
-    return _awaits_person(this.status) or (observed.run.spec.suspend and number not in observed.servings)
+    return observed.run.spec.suspend or _awaits_person(observed, this)
 
 
-def _awaits_person(status: RoundStatus) -> bool:
-    if status.step != Step.GATING:
-        return False
-    return status.gate.verdict == Verdict.INCONCLUSIVE or status.reason == Reason.AWAITING_APPROVAL
+def _awaits_person(observed: Observed, this: Round) -> bool:
+    """By what was measured, not by what is said: a suspension speaks of itself only."""
+    if requests.is_inconclusive(this.status):
+        return True
+    is_passed = observed.measured is not None and observed.measured.is_pass
+    is_undecided = this.status.step == Step.GATING and this.status.gate.verdict is None
+    return is_undecided and is_passed and requests.needs_approval(observed.run, this.spec.number)
 
 
 def is_draining(observed: Observed, now: datetime) -> bool:
