@@ -233,6 +233,66 @@ def test_an_object_of_our_name_that_is_still_going_away_is_waited_for(make: Make
     assert (owner["kind"], owner["name"]) == ("ProdRLRound", f"{NAME}-r0000")
 
 
+HOLD = "test.local/hold"
+
+
+def held(it: FaultWorld) -> str:
+    """The pod of the first attempt, which runs and does not stop when it is told to."""
+    it.is_stopping = lambda pod: False
+    it.until(lambda w: any(p.get("status", {}).get("phase") == "Running" for p in pods_of(w, JOB)))
+    pod = pods_of(it, JOB)[0]
+    it.admin.set_finalizers(pod, [*pod["metadata"].get("finalizers", []), HOLD])
+    return str(pod["metadata"]["name"])
+
+
+def let_go(it: FaultWorld, name: str) -> None:
+    """As told for a lost node, or as a node that comes back does."""
+    pod = it.get(port.POD, name)
+    it.admin.set_finalizers(pod, [item for item in pod["metadata"].get("finalizers", []) if item != HOLD])
+    it.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--ignore-not-found")
+    it.is_stopping = lambda pod: True
+
+
+def check_alone(it: FaultWorld, cascade: str) -> None:
+    pod = held(it)
+    it.kubectl("delete", "job", JOB, f"--cascade={cascade}")
+    it.until(lambda w: w.round(0).status.message == f"waits for pod {pod}: it has not ended yet")
+    it.steps(5)
+    assert not it.is_there(port.JOB, JOB)
+    it.script = all_well
+    let_go(it, pod)
+    it.until(lambda w: w.stable() == 0)
+    assert it.node.most_at_once["Exporting"] == 1
+    assert attempt_of(it) == (0, 0, 0)
+
+
+@together
+def test_a_job_that_somebody_deletes_is_not_made_again_beside_its_pod(make: Maker) -> None:
+    """trainer#1306: the pods of a deleted Job go on for as long as they need, on a lost node for ever."""
+    check_alone(make(NO_RETRY, exporting(None)), "background")
+
+
+@together
+def test_a_pod_that_an_orphaning_deletion_left_has_no_other_beside_it(make: Maker) -> None:
+    """trainer#1306: with ``--cascade=orphan`` nobody tells it to stop."""
+    check_alone(make(NO_RETRY, exporting(None)), "orphan")
+
+
+@together
+def test_an_attempt_that_ran_too_long_ends_before_the_next_one_begins(make: Maker) -> None:
+    """skypilot#8752: the retry's pause is shorter than the time that a pod has to end."""
+    it = make({"training": {"backoffLimit": 1, "startDeadlineSeconds": 60, "activeDeadlineSeconds": 600}})
+    it.script = exporting(None, all_well(0, Step.EXPORTING, 0))
+    pod = held(it)
+    it.jump(seconds=3600)
+    it.until(lambda w: attempt_of(w)[0] == 1)
+    it.steps(10)
+    assert not it.is_there(port.JOB, "chess-r0000-export-a1"), "its pause is over for long"
+    let_go(it, pod)
+    it.until(lambda w: w.stable() == 0)
+    assert it.node.most_at_once["Exporting"] == 1
+
+
 @pytest.mark.parametrize("step", [Step.COLLECTING, Step.TRAINING, Step.EXPORTING, Step.GATING])
 def test_every_attempt_has_a_name_of_its_own(step: Step) -> None:
     """skypilot#8752: a retry that reuses a name meets the old object."""

@@ -45,6 +45,8 @@ class FaultWorld(ApiWorld):
         super().__init__(server, spec, script, metadata={"name": name, **(metadata or {})})
         self.spec: Object = {**SPEC, **(spec or {})}
         self.pods: PodScript = lambda pod, parent: None
+        self.is_stopping: Callable[[Object], bool] = lambda pod: True
+        """Whether a pod that was told to stop does so."""
         self.is_operated = True
         self.pace = 2.0
         """Seconds that a step moves the clock on."""
@@ -190,6 +192,8 @@ class _Node(FakeNode):
         parent = parents.get(owners[0]["uid"]) if owners else None
         status = self.world.pods(pod, parent) if parent is not None else None
         if "deletionTimestamp" in pod["metadata"]:
+            if not self.world.is_stopping(pod):
+                return False
             status = ended(pod, Outcome(exit_code=143))
         if status is None:
             return super()._play(pod, parents)

@@ -185,7 +185,9 @@ class ApiWorld:
         }
 
     def check_jobs(self) -> None:
-        """I2: one Job object for each (round, step, attempt), and no attempt spent on a crash."""
+        """I2: one Job object for each (round, step, attempt), one pod at a time, and no attempt spent on a crash."""
+        assert set(self.node.most_at_once) == {"Collecting", "Training", "Exporting", "Gating"}
+        assert set(self.node.most_at_once.values()) == {1}, self.node.most_at_once
         assert all(len(found) == 1 for found in self.jobs_seen.values()), self.jobs_seen
         assert {key[2] for key in self.jobs_seen} == {"0"}, self.jobs_seen
 

@@ -5,9 +5,11 @@ No pod is bound to a node, so that a deleted one is gone at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from prodrl_operator import names
 from prodrl_operator.cluster import port
 from prodrl_operator.cluster.kubernetes import KubernetesCluster
 from prodrl_operator.cluster.local.store import now_utc, timestamp
@@ -38,11 +40,17 @@ class FakeNode:
     ) -> None:
         self._cluster, self._namespace = cluster, namespace
         self.jobs, self.deployments = jobs, deployments
+        self.most_at_once: dict[str, int] = {}
+        """By step: so many pods that had not ended were seen at the same time, of whatever round and attempt."""
 
     def tick(self) -> int:
         """Give every pod its next status; how many were written."""
-        parents = self._parents()
-        return sum(self._play(pod, parents) for pod in self._cluster.list(port.POD, self._namespace))
+        parents, pods = self._parents(), self._cluster.list(port.POD, self._namespace)
+        working = [pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
+        found = Counter(str(pod["metadata"]["labels"][names.LABEL_STEP]) for pod in working if _is_of_job(pod))
+        for step, num in found.items():
+            self.most_at_once[step] = max(num, self.most_at_once.get(step, 0))
+        return sum(self._play(pod, parents) for pod in pods)
 
     def _parents(self) -> dict[str, Object]:
         """UID of a pod's owner -> the Job, or the Deployment behind the ReplicaSet."""
@@ -73,6 +81,10 @@ class FakeNode:
         except (ConflictError, NotFoundError):
             return False
         return True
+
+
+def _is_of_job(pod: Object) -> bool:
+    return names.LABEL_ATTEMPT in pod["metadata"].get("labels", {})
 
 
 def condition(is_ready: bool, since: str) -> Object:
