@@ -104,7 +104,8 @@ class Serving(CachingPodSettings):
     termination_grace_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """How long a server that is told to stop may finish its requests and bring its records to the store."""
     surge: Literal["Surge", "Replace"] = "Surge"
-    """Replace: stable gives its hardware to the candidate (users wait); for clusters without a spare GPU."""
+    """Replace: stable gives its hardware to the candidate (users wait); for clusters without a spare GPU. It has it
+    back while a person is awaited or the run is suspended."""
     drain_seconds: Annotated[int, Field(ge=0, le=86_400)] = 60
     """How long conversations of the replaced policy may go on."""
 
@@ -124,7 +125,8 @@ class Recording(Api):
     """What is recorded of every completion. Pinned per round."""
 
     metadata: Literal["ScoreCentering", "SampledLogprob"] = "ScoreCentering"
-    """ScoreCentering records the top-K head of the sampling distribution too."""
+    """ScoreCentering records the top-K head of the sampling distribution too, from the next promoted policy on: only
+    then can training.correction.type be ScoreCentering."""
     top_logprobs: Annotated[int, Field(ge=0, le=512)] = 20
     """K, the size of the head."""
     reward_deadline_seconds: Seconds = 86_400
